@@ -1,0 +1,263 @@
+/* colibri.h: the only public header of the kernels and of the read pool.
+ *
+ * Conventions
+ *   - T rows, D hidden, F expert inner width, H heads, R latent rank, V vocabulary (design words).
+ *   - Row-major, contiguous, little endian. f32 unless a name says otherwise.
+ *   - Nothing here prints, exits or keeps a pointer after returning (except the pool and read-pool handles).
+ *   - A function that can fail returns CB_OK or a negative cb_status; cb_status_text() names it.
+ *   - Results depend on the arguments alone: never on the number of threads, on the instruction set or on
+ *     how many rows share a call. docs/numerics.md defines every sum's order; src/ref holds the definitions.
+ */
+#ifndef COLIBRI_H
+#define COLIBRI_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define CB_API __attribute__((visibility("default")))
+#define CB_ABI_VERSION 1
+#define CB_GROUP 64        /* inputs that share one scale and one int8 activation scale */
+#define CB_TILE_ROWS 16    /* output rows interleaved in one tile */
+#define CB_KV_BLOCK 64     /* positions in one KV block, and in one block of the attention sum */
+
+typedef enum {
+    CB_OK = 0,
+    CB_EINVAL = -1,     /* a size or pointer outside the contract */
+    CB_ENOMEM = -2,
+    CB_ENONFINITE = -3, /* a NaN or infinity where the contract forbids one */
+    CB_EIO = -4,
+    CB_ESYS = -5
+} cb_status;
+
+CB_API int cb_abi_version(void);
+CB_API const char *cb_status_text(int status);
+
+/* ---- dispatch -------------------------------------------------------------------------------------------- */
+
+/* Rungs of the ladder, lowest first. The mask can only take rungs away. */
+typedef enum { CB_ISA_REF = 0, CB_ISA_AVX2 = 1, CB_ISA_AVX512 = 2, CB_ISA_AVX512VNNI = 3, CB_ISA_AMX = 4 } cb_isa;
+
+/* Comma-separated rungs that this machine and its operating system offer, e.g. "ref,avx2,avx512,avx512vnni". */
+CB_API const char *cb_isa_available(void);
+/* Rebuild the function table with no rung above `isa`; CB_EINVAL when the machine does not offer it.
+ * At load the environment variable COLIBRI_ISA (a rung's name) does the same; an unknown name leaves the
+ * table on `ref` and cb_isa_error() says why. */
+CB_API int cb_isa_limit(int isa);
+CB_API int cb_isa_current(void);
+CB_API const char *cb_isa_error(void);
+/* "linear_q4=avx512vnni linear_f32=avx512 ..." for the log. */
+CB_API const char *cb_dispatch_text(void);
+
+/* ---- threads --------------------------------------------------------------------------------------------- */
+
+/* One pool per process. Workers sleep when idle and spin for a few microseconds at most. n = 0: the CPUs this
+ * process may use, physical cores first. The caller's thread takes part in every job. */
+typedef struct cb_pool cb_pool;
+CB_API cb_pool *cb_pool_new(int n_threads);
+CB_API int cb_pool_threads(const cb_pool *pool);
+CB_API void cb_pool_free(cb_pool *pool);
+
+/* ---- matrices -------------------------------------------------------------------------------------------- */
+
+/* A packed matrix W[out, in], y = x W^T. Layout "tile16": ceil(out/16) row blocks; within a block the inputs in
+ * order, the 16 rows of one input (or of four inputs) side by side, so that vector lanes are output rows.
+ *   CB_F32, CB_BF16  [nb][in][16]                       no scales
+ *   CB_Q8            [nb][ng][16 kq][16 rows][4] u8 = q + 128, input 64g + 4kq + j; scale f32 [nb*16], one per row
+ *   CB_Q4            [nb][ng][ 8 kq][16 rows][4] u8, low nibble = q + 8 of input 64g + 4kq + j, high nibble = q + 8
+ *                    of input 64g + 32 + 4kq + j; scale f16 [nb][ng][16]
+ * nb = ceil(out/16), ng = ceil(in/64). Padding rows and inputs hold q = 0 (stored 128 / 8) and scale 0, or 0.0f.
+ * Stacked matrices (one per head) lie one after another: matrix i starts i*cb_matrix_bytes(...) bytes on; the same
+ * holds for their scales.
+ * act says how activations enter: CB_ACT_Q8 (int8 per row and group of 64 inputs; only with CB_Q8 / CB_Q4) or
+ * CB_ACT_F32. */
+enum { CB_NONE = 0, CB_F32 = 1, CB_BF16 = 2, CB_Q8 = 3, CB_Q4 = 4 };
+enum { CB_ACT_F32 = 0, CB_ACT_Q8 = 1 };
+
+typedef struct {
+    const void *weight; /* 64-byte aligned */
+    const void *scale;  /* NULL for CB_F32 / CB_BF16; 64-byte aligned */
+    int64_t out, in;
+    int32_t format; /* CB_NONE: the matrix is absent */
+    int32_t act;
+} cb_matrix;
+
+CB_API int64_t cb_weight_bytes(int format, int64_t out, int64_t in);
+CB_API int64_t cb_scale_bytes(int format, int64_t out, int64_t in);
+
+/* y f32[T, out] (row stride ldy) = x f32[T, in] (row stride ldx) times W^T. Quantises x by itself when act says so. */
+CB_API int cb_linear(cb_pool *pool, const cb_matrix *m, const float *x, int64_t ldx, int64_t n_rows, float *y,
+                     int64_t ldy);
+
+/* Rows of a plain row-major table (the embedding): out f32[T, D]; format CB_F32, CB_BF16 or CB_Q8 (here int8 two's
+ * complement [V, D] with scale f32[V]). CB_EINVAL when an id is outside 0..V-1. */
+CB_API int cb_embed(const void *table, const float *scale, int format, int64_t vocab, int64_t hidden,
+                    const int32_t *ids, int64_t n_rows, float *out);
+
+/* ---- norms ----------------------------------------------------------------------------------------------- */
+
+CB_API int cb_rmsnorm(cb_pool *pool, const float *x, int64_t ldx, const float *w, float eps, int64_t n_rows, int64_t n,
+                      float *out, int64_t ldo);
+
+/* ---- feed-forward ---------------------------------------------------------------------------------------- */
+
+typedef struct {
+    cb_matrix gate, up, down; /* [F, D], [F, D], [D, F] */
+} cb_ffn;
+
+/* x f32[T, D] += down(silu(gate h) * (up h)), h f32[T, D]: a dense layer (add != 0), or y = ... (add == 0). */
+CB_API int cb_ffn_forward(cb_pool *pool, const cb_ffn *ffn, const float *h, int64_t n_rows, int add, float *y);
+
+/* One expert's share of a batch: the rows of h that chose it, in ascending order. */
+typedef struct {
+    cb_ffn ffn;          /* points into the expert's slot */
+    const int32_t *rows; /* [n_rows] indices into h */
+    const int32_t *out;  /* [n_rows] indices into parts: where row i's result goes */
+    int64_t n_rows;
+} cb_expert_job;
+
+/* parts f32[?, D]: parts[out[i]] = ffn(h[rows[i]]) for every job. Results do not depend on how jobs are grouped into
+ * calls. h f32[T, D] has row stride D = jobs' input width. */
+CB_API int cb_expert_ffn(cb_pool *pool, const cb_expert_job *jobs, int64_t n_jobs, const float *h, float *parts);
+
+/* mixed f32[T, D] = shared f32[T, D] (or 0 when NULL) + sum over k of weight[t,k] * parts[t*K + k], k in ascending
+ * expert id as given in order i32[T, K] (a permutation of 0..K-1 per row). The routed sum comes first, shared last.
+ * CB_ENONFINITE when a result is not finite; *bad_row then names the first such row. */
+CB_API int cb_expert_reduce(cb_pool *pool, const float *parts, const float *weight, const int32_t *order,
+                            const float *shared, int64_t n_rows, int64_t k, int64_t hidden, float *mixed,
+                            int64_t *bad_row);
+
+/* ---- gate (noaux_tc, specs/common.md 5.1) ----------------------------------------------------------------- */
+
+typedef struct {
+    cb_matrix weight;  /* [E, D], CB_F32, CB_ACT_F32 */
+    const float *bias; /* f32[E]: chooses, never weighs; NULL = 0 */
+    int32_t n_experts, k, n_group, topk_group, norm_topk;
+    float scaling;
+} cb_gate;
+
+/* ids i32[T, K] ascending, weights f32[T, K] in the same order. Ties choose the lower id. CB_ENONFINITE names the
+ * first row whose scores are not finite in *bad_row. */
+CB_API int cb_gate_forward(cb_pool *pool, const cb_gate *gate, const float *h, int64_t n_rows, int32_t *ids,
+                           float *weights, int64_t *bad_row);
+
+/* ---- attention ------------------------------------------------------------------------------------------- */
+
+enum { CB_INDEX_NONE = 0, CB_INDEX_FULL = 1, CB_INDEX_SHARED = 2 };
+
+/* One layer's weights: absorbed MLA (specs/glm_moe_dsa.md 3.1-3.3). k_b and v_b are stacks of H matrices made from
+ * kv_b_proj at conversion: k_b[h] [R, nope] folds a query into the latent space, v_b[h] [v, R] reads it back. */
+typedef struct {
+    int32_t hidden, n_heads, q_rank, kv_rank, nope, rope, v_dim;
+    int32_t rope_interleave;
+    float rms_eps, latent_eps, softmax_scale;
+    int32_t index_kind, index_heads, index_dim, index_topk, index_rope_interleave;
+    int32_t pad_;
+    const float *inv_freq;   /* f32[rope/2], YaRN already applied */
+    float rope_amplitude;    /* on cos and sin */
+    float index_norm_eps;    /* 1e-6 */
+    const float *input_norm, *q_a_norm, *kv_a_norm, *post_norm;
+    cb_matrix q_a, q_b, kv_a, k_b, v_b, o; /* q_a absent: q_b maps hidden directly */
+    cb_matrix index_wq_b, index_wk, index_weights;
+    const float *index_k_norm_w, *index_k_norm_b;
+} cb_attn_layer;
+
+enum { CB_KV_F32 = 0, CB_KV_BF16 = 1 };
+
+/* One step's rows for one layer. Row t belongs to table row seq[t] and stands at position[t]; its keys are the cached
+ * positions 0..position[t] of that table. Rows of one sequence are in ascending position. The call first writes the
+ * latents (and index keys) of all rows into the cache, then attends. */
+typedef struct {
+    int64_t n_rows;
+    const int32_t *position;    /* [T] */
+    const int32_t *seq;         /* [T] */
+    const int32_t *block_table; /* [n_seq, table_stride] block numbers */
+    int64_t table_stride;
+    int64_t n_blocks;           /* blocks in the cache: a number outside is CB_EINVAL */
+    void *kv;                   /* this layer: [n_blocks][CB_KV_BLOCK][kv_rank + rope] in kv_format */
+    void *index_k;              /* this layer: [n_blocks][CB_KV_BLOCK][index_dim] in kv_format, or NULL */
+    int32_t kv_format;
+    int32_t pad_;
+    int32_t *selected;          /* [T, index_topk] ascending positions, written by full layers, read by shared ones */
+    int32_t *n_selected;        /* [T]; -1 = all positions up to the row's own */
+    float *x;                   /* f32[T, D] residual stream, in and out */
+    float *hidden;              /* f32[T, D] out: RMSNorm(x after attention, post_norm) */
+} cb_attn_step;
+
+/* x += attention(RMSNorm(x, input_norm)); hidden = RMSNorm(x, post_norm). Scratch comes from the pool and is kept
+ * there between calls. */
+CB_API int cb_attn_forward(cb_pool *pool, const cb_attn_layer *layer, const cb_attn_step *step);
+
+/* The largest n of scores f32[n], ascending positions into out i32[min(k, n)]; ties prefer the lower position; linear
+ * time. Returns the count. */
+CB_API int64_t cb_topk(const float *scores, int64_t n, int64_t k, int32_t *out);
+
+/* ---- sampling -------------------------------------------------------------------------------------------- */
+
+/* The number that belongs to (seed, position): uniform in [0, 1), Philox-4x32-10 (Salmon et al., SC'11). */
+CB_API double cb_uniform(uint64_t seed, uint64_t position);
+/* temperature 0: arg max, lower id on ties. Otherwise softmax(logits / temperature) in f64, descending (lower id
+ * first on ties), cut after the smallest prefix whose sum reaches top_p, renormalised, inverse distribution function
+ * at u. Returns the id, or CB_ENONFINITE. */
+CB_API int cb_sample(const float *logits, int64_t vocab, double temperature, double top_p, double u);
+/* log_softmax(logits) in f64 rounded to f32; out f32[V]. */
+CB_API int cb_log_softmax(const float *logits, int64_t vocab, float *out);
+
+/* ---- checksums ------------------------------------------------------------------------------------------- */
+
+/* XXH64 (Collet) of n bytes, seed 0. */
+CB_API uint64_t cb_hash64(const void *data, int64_t n);
+
+/* ---- read pool ------------------------------------------------------------------------------------------- */
+
+/* Aligned reads into slots with a bounded number of pieces in flight. Demand pieces always start before speculative
+ * ones; a speculative read pauses between its pieces while demand waits. Completion makes `fd` readable (eventfd). */
+typedef struct cb_reader cb_reader;
+
+enum { CB_READ_DEMAND = 0, CB_READ_SPECULATIVE = 1 };
+
+typedef struct {
+    uint64_t tag;      /* the caller's name for the read */
+    int64_t bytes;     /* bytes that arrived */
+    int64_t wanted;
+    int64_t start_ns, end_ns; /* CLOCK_MONOTONIC of the first piece's start and the last piece's end */
+    int32_t error;     /* 0, or errno of the last attempt; ENODATA = the file is shorter than it must be */
+    int32_t cancelled; /* 1: cb_reader_cancel came first; the target's bytes are undefined */
+    uint64_t checksum; /* cb_hash64 of the whole range when asked for, else 0 */
+} cb_read_done;
+
+typedef struct {
+    int64_t bytes_demand, bytes_speculative; /* as the kernel was asked and delivered, direct and buffered */
+    int64_t n_reads, n_retries, n_short;
+    int64_t busy_ns;   /* time with at least one piece in flight */
+} cb_read_counters;
+
+CB_API cb_reader *cb_reader_new(int n_threads, int64_t piece_bytes);
+CB_API int cb_reader_fd(const cb_reader *reader);
+/* fd opened by the caller (O_DIRECT or not; offset, bytes and target must then be multiples of 4096). Transient errors
+ * (EINTR, EAGAIN, EIO) and short reads are retried three times. */
+CB_API int cb_reader_submit(cb_reader *reader, uint64_t tag, int fd, int64_t offset, int64_t bytes, void *target,
+                            int priority, int want_checksum);
+/* Speculative -> demand: somebody waits for it now. CB_EINVAL when no such read is pending. */
+CB_API int cb_reader_promote(cb_reader *reader, uint64_t tag);
+CB_API int cb_reader_cancel(cb_reader *reader, uint64_t tag);
+/* Up to n finished reads; clears the eventfd when it leaves none behind. Returns the count. */
+CB_API int64_t cb_reader_take(cb_reader *reader, cb_read_done *out, int64_t n);
+CB_API void cb_reader_counters(cb_reader *reader, cb_read_counters *out);
+CB_API void cb_reader_free(cb_reader *reader);
+
+/* ---- memory and process ---------------------------------------------------------------------------------- */
+
+/* Private anonymous memory, 2 MiB aligned, MADV_HUGEPAGE; NULL on failure. */
+CB_API void *cb_huge_alloc(int64_t bytes);
+CB_API void cb_huge_free(void *p, int64_t bytes);
+/* The calling process gets `signal` when its parent ends (Linux prctl). */
+CB_API int cb_die_with_parent(int signal);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,101 @@
+"""The control plane: every service (DEALER) talks to the router's ROUTER socket; tools may ask for the status."""
+
+from __future__ import annotations
+
+from shared.messages.base import Msg
+
+
+class Hello(Msg, tag="hello", frozen=True, array_like=True, gc=False):
+    """Service -> Router: I am starting. A schema version that differs from the router's is fatal."""
+
+    service: str
+    incarnation: int
+    pid: int
+    schema_version: int
+
+
+class Ready(Msg, tag="ready", frozen=True, array_like=True, gc=False):
+    """Service -> Router: I can serve. ``facts``: what was learnt while starting (kernels, capacity), for log and status."""
+
+    service: str
+    incarnation: int
+    pid: int
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+class Heartbeat(Msg, tag="heartbeat", frozen=True, array_like=True, gc=False):
+    """Service -> Router: each second from the main loop, with the stage in progress."""
+
+    service: str
+    incarnation: int
+    state: str
+    stage: str = ""
+    stage_s: float = 0.0
+
+
+class HelloWanted(Msg, tag="hello_wanted", frozen=True, array_like=True, gc=False):
+    """Router -> Service: I do not know you (I am new): say Hello and Ready again."""
+
+    incarnation: int
+
+
+class PeerChanged(Msg, tag="peer_changed", frozen=True, array_like=True, gc=False):
+    """Router -> Service: a peer has a new incarnation; drop what the old one sent."""
+
+    service: str
+    incarnation: int
+
+
+class Drain(Msg, tag="drain", frozen=True, array_like=True, gc=False):
+    """Tool -> Router, Router -> Service: refuse new work, finish the rest until the deadline, then say Drained."""
+
+    reason: str
+    deadline_s: float
+
+
+class Drained(Msg, tag="drained", frozen=True, array_like=True, gc=False):
+    """Router -> Tool, Service -> Router: nothing is in progress any more."""
+
+    service: str
+    n_cut: int = 0
+
+
+class Stop(Msg, tag="stop", frozen=True, array_like=True, gc=False):
+    """Router -> Service: close and exit 0."""
+
+    reason: str
+
+
+class Dead(Msg, tag="dead", frozen=True, array_like=True, gc=False):
+    """Service -> Router: I failed; this is my last message."""
+
+    service: str
+    incarnation: int
+    reason: str
+    traceback: str
+
+
+class StatusWanted(Msg, tag="status_wanted", frozen=True, array_like=True, gc=False):
+    """Tool -> Router: answer with Status."""
+
+
+class ServiceStatus(Msg, frozen=True, array_like=True, gc=False):
+    """One service as the control plane sees it."""
+
+    service: str
+    state: str
+    pid: int
+    incarnation: int
+    heartbeat_age_s: float
+    stage: str
+    facts: tuple[tuple[str, str], ...] = ()
+
+
+class Status(Msg, tag="status", frozen=True, array_like=True, gc=False):
+    """Router -> Tool: the group as the control plane sees it."""
+
+    is_ready: bool
+    detail: str
+    n_running: int
+    n_waiting: int
+    services: tuple[ServiceStatus, ...]

@@ -1,0 +1,22 @@
+"""Told to expert_io (besides HiddenReady of ``layer`` and StepAbandoned of ``attention``)."""
+
+from __future__ import annotations
+
+from shared.messages.base import Frame, Layer, Msg, Rows, Step
+
+
+class ExpertsWanted(Msg, tag="experts_wanted", frozen=True, array_like=True, gc=False):
+    """Router -> ExpertIO: gate_id and gate_weight of one layer are in the frame; run the batch-union."""
+
+    step: Step
+    layer: Layer
+    frame: Frame
+    n_rows: Rows
+
+
+class PilotHint(Msg, tag="pilot_hint", frozen=True, array_like=True, gc=False):
+    """Router -> ExpertIO: these experts of a coming layer are likely, most likely first. Droppable."""
+
+    step: Step
+    layer: Layer
+    experts: tuple[int, ...]

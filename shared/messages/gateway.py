@@ -1,0 +1,75 @@
+"""Told to the gateway."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shared.messages.base import Msg, TokenId
+
+
+class TokenLogprob(Msg, frozen=True, array_like=True, gc=False):
+    """One token's natural-log probability under the model, with the ``n_logprobs`` best alternatives, best first."""
+
+    token: TokenId
+    logprob: float
+    piece: bytes
+    top: tuple[tuple[TokenId, float, bytes], ...] = ()
+
+
+class RequestAccepted(Msg, tag="request_accepted", frozen=True, array_like=True, gc=False):
+    """Router -> Gateway: the prompt is tokenised and fits; tokens will follow."""
+
+    request: str
+    n_prompt: int
+    max_tokens: int
+
+
+class TokenOut(Msg, tag="token_out", frozen=True, array_like=True, gc=False):
+    """Router -> Gateway: new tokens and the text they completed. ``index`` is the first token's place in the answer.
+
+    ``text`` may be empty (a character is split over tokens) or belong to earlier tokens (a stop string was ruled out).
+    """
+
+    request: str
+    index: int
+    tokens: tuple[TokenId, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class RequestDone(Msg, tag="request_done", frozen=True, array_like=True, gc=False):
+    """Router -> Gateway: the one final answer. ``reason``: stop, length, abort, error."""
+
+    request: str
+    reason: str
+    n_prompt: int
+    n_generated: int
+    text: str = ""
+    error_code: str = ""
+    error: str = ""
+    n_draft: int = 0
+    n_accepted: int = 0
+
+
+class RequestRefused(Msg, tag="request_refused", frozen=True, array_like=True, gc=False):
+    """Router -> Gateway: the request was not begun. ``status`` is the HTTP status that fits, ``param`` the culprit."""
+
+    request: str
+    status: int
+    code: str
+    message: str
+    param: str = ""
+
+
+class GroupState(Msg, tag="group_state", frozen=True, array_like=True, gc=False):
+    """Router -> Gateway: each second and at each change: whether the whole group can serve, and the model's facts."""
+
+    is_ready: bool
+    detail: str
+    model: str = ""
+    max_context: int = 0
+    n_running: int = 0
+    n_waiting: int = 0
+    incarnation: int = 0
+    services: tuple[tuple[str, str, int, int], ...] = msgspec.field(default=())
+    """(service, state, pid, incarnation)"""

@@ -1,0 +1,55 @@
+"""Told to the router (besides HiddenReady and LayerFailed of ``layer``, and the control messages)."""
+
+from __future__ import annotations
+
+from shared.messages.base import Msg, Step, TokenId
+
+
+class Sampling(Msg, frozen=True, array_like=True, gc=False):
+    """How tokens are chosen. Random numbers belong to (seed, position), see docs/numerics.md."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+class Submit(Msg, tag="submit", frozen=True, array_like=True, gc=False):
+    """Gateway -> Router: a request. Gets TokenOut messages and then exactly one RequestDone or RequestRefused.
+
+    Exactly one of ``messages_json`` (chat, rendered by the checkpoint's template), ``prompt`` (text) and ``prompt_ids``
+    is set. ``resume_ids`` are tokens already delivered: after the loss of a router the gateway submits again and the
+    answer goes on behind them. ``resume_chars`` says how much text of them was delivered.
+    """
+
+    request: str
+    sampling: Sampling
+    max_tokens: int | None = None
+    messages_json: bytes | None = None
+    prompt: str | None = None
+    prompt_ids: tuple[TokenId, ...] | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    n_logprobs: int | None = None
+    resume_ids: tuple[TokenId, ...] = ()
+    resume_chars: int = 0
+    template_kwargs_json: bytes | None = None
+
+
+class Abort(Msg, tag="abort", frozen=True, array_like=True, gc=False):
+    """Gateway -> Router: nobody waits for this request any more."""
+
+    request: str
+    reason: str
+
+
+class LogitsReady(Msg, tag="logits_ready", frozen=True, array_like=True, gc=False):
+    """Attention -> Router: ``logits`` (and ``final`` when asked) of a finished step are in the frame."""
+
+    step: Step
+
+
+class DraftReady(Msg, tag="draft_ready", frozen=True, array_like=True, gc=False):
+    """Drafter -> Router: drafted tokens, one tuple per sequence in the order of ``logit_row``."""
+
+    step: Step
+    tokens: tuple[tuple[TokenId, ...], ...]
