@@ -1,0 +1,58 @@
+# Everything a newcomer needs: `make run`, `make test`. A recipe that runs our code first brings the environment and the
+# kernels up to date; nothing outside this directory is changed.
+SHELL    := /bin/bash
+VENV     := .venv
+PY       := $(VENV)/bin/python
+PYTHON   ?= python3
+STAMP    := $(VENV)/.stamp
+KERNELS  := build/dev/.stamp
+NATIVE_SOURCES := $(shell find CMakeLists.txt native -name CMakeLists.txt -o -name '*.c' -o -name '*.h' 2>/dev/null)
+TESTS    ?= tests
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv kernels run test check bench schema clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## the environment in .venv, with test and development tools
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; set PYTHON=..."; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "installing the environment into $(VENV) (a few minutes the first time) ..."
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[test,dev]'
+	@command -v cmake >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check cmake ninja
+	@touch $@
+
+kernels: $(KERNELS) ## compile native/ into the source tree
+$(KERNELS): $(NATIVE_SOURCES) | $(STAMP)
+	@mkdir -p build/dev
+	@PATH="$$PATH:$(abspath $(VENV))/bin"; cmake -S . -B build/dev -DCMAKE_BUILD_TYPE=Release > build/dev/configure.log 2>&1 \
+	  || { cat build/dev/configure.log; exit 1; }
+	@PATH="$$PATH:$(abspath $(VENV))/bin"; echo "compiling the kernels ..."; cmake --build build/dev --parallel > build/dev/build.log 2>&1 \
+	  || { cat build/dev/build.log; exit 1; }
+	@touch $@
+
+run: $(STAMP) $(KERNELS) ## start the group on the embedded model, let it answer, show where the time went, stop
+	@$(PY) -m deploy.demo
+
+test: $(STAMP) $(KERNELS) ## all tests
+	@$(PY) -m pytest $(TESTS) $(PYTEST_ARGS)
+
+check: $(STAMP) $(KERNELS) ## format, lint, types, import contracts, message contracts
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports
+	@$(PY) -m pytest -q tests/contract
+
+bench: $(STAMP) $(KERNELS) ## measure this machine and the kernels on it (minutes; nothing else should run)
+	@$(PY) -m pytest -q tests/checkasm --bench
+
+schema: $(STAMP) ## rewrite the golden message bytes (fails unless SCHEMA_VERSION was raised)
+	@$(PY) tests/contract/golden.py
+
+clean: ## remove what was built (the environment stays)
+	@rm -rf build dist native/*.so .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
