@@ -17,11 +17,15 @@ class TokenLogprob(Msg, frozen=True, array_like=True, gc=False):
 
 
 class RequestAccepted(Msg, tag="request_accepted", frozen=True, array_like=True, gc=False):
-    """Router -> Gateway: the prompt is tokenised and fits; tokens will follow."""
+    """Router -> Gateway: the prompt is tokenised and fits; tokens will follow. ``max_tokens`` is the effective limit.
+
+    ``prompt_ids`` is filled when Submit said ``want_prompt_ids``.
+    """
 
     request: str
     n_prompt: int
     max_tokens: int
+    prompt_ids: tuple[TokenId, ...] = ()
 
 
 class TokenOut(Msg, tag="token_out", frozen=True, array_like=True, gc=False):

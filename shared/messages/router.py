@@ -33,6 +33,7 @@ class Submit(Msg, tag="submit", frozen=True, array_like=True, gc=False):
     resume_ids: tuple[TokenId, ...] = ()
     resume_chars: int = 0
     template_kwargs_json: bytes | None = None
+    want_prompt_ids: bool = False
 
 
 class Abort(Msg, tag="abort", frozen=True, array_like=True, gc=False):
