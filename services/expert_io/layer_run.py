@@ -1,0 +1,139 @@
+"""One layer's visit to the expert store: which experts wait, load, are ready, are done. Pure: events in, actions out.
+
+Works in waves by itself: when the batch-union is larger than the slots, experts are loaded as computed ones give
+their slots back. Whatever arrives first is computed first; the sum over experts is ordered later, by id.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from services.expert_io.slots import Key, Slot, SlotState, SlotTable
+
+
+@dataclass(frozen=True)
+class ReadOrder:
+    """Read ``slot.key`` into the slot."""
+
+    slot: Slot
+
+
+@dataclass
+class LayerCounters:
+    """How the union of one visit was found."""
+
+    hits: int = 0
+    late_hits: int = 0
+    misses: int = 0
+    useful_guesses: int = 0
+
+
+@dataclass
+class LayerRun:
+    """State of one visit. ``experts`` is the batch-union in ascending order."""
+
+    step: int
+    layer: int
+    experts: list[int]
+    table: SlotTable
+    counters: LayerCounters = field(default_factory=LayerCounters)
+    _pending: deque[int] = field(default_factory=deque)
+    _ready: list[int] = field(default_factory=list)
+    _loading: dict[int, Slot] = field(default_factory=dict)
+    _held: dict[int, Slot] = field(default_factory=dict)
+    n_done: int = 0
+
+    def start(self) -> tuple[list[Slot], list[ReadOrder]]:
+        """First look at the table: (guessed reads to promote, reads to issue)."""
+        self.table.tick()
+        promote = []
+        for expert in self.experts:
+            slot = self.table.find((self.layer, expert))
+            if slot is None:
+                self._pending.append(expert)
+                continue
+            if slot.is_guess:
+                self.counters.useful_guesses += 1
+            if slot.state is SlotState.RESIDENT:
+                self.counters.hits += 1
+                self._ready.append(expert)
+            else:
+                self.counters.late_hits += 1
+                self._loading[expert] = slot
+                promote.append(slot)
+            self.table.touch(slot)
+            slot.pins += 1
+            self._held[expert] = slot
+        self.counters.misses = len(self._pending)
+        return promote, self.more_reads()
+
+    def more_reads(self) -> list[ReadOrder]:
+        """Reads for pending experts as far as slots can be had."""
+        orders = []
+        while self._pending:
+            slot = self.table.acquire((self.layer, self._pending[0]), is_guess=False)
+            if slot is None:
+                break
+            expert = self._pending.popleft()
+            self.table.touch(slot)
+            slot.pins += 1
+            self._held[expert] = slot
+            self._loading[expert] = slot
+            orders.append(ReadOrder(slot))
+        return orders
+
+    def arrived(self, key: Key) -> None:
+        """A read of this layer is complete."""
+        if key[0] == self.layer and key[1] in self._loading:
+            del self._loading[key[1]]
+            self._ready.append(key[1])
+
+    def failed(self, key: Key) -> bool:
+        """A read failed for good; its expert counts as done. False when this visit did not wait for it."""
+        if key[0] != self.layer or key[1] not in self._loading:
+            return False
+        del self._loading[key[1]]
+        slot = self._held.pop(key[1])
+        slot.pins -= 1
+        self.n_done += 1
+        return True
+
+    def take_ready(self, limit: int) -> list[tuple[int, Slot]]:
+        """Up to ``limit`` experts that can be computed now, ascending."""
+        self._ready.sort()
+        taken, self._ready = self._ready[:limit], self._ready[limit:]
+        return [(expert, self._held[expert]) for expert in taken]
+
+    def computed(self, experts: list[int]) -> None:
+        """These were computed; their slots may be taken by others."""
+        for expert in experts:
+            self._held.pop(expert).pins -= 1
+        self.n_done += len(experts)
+
+    def abandon(self) -> None:
+        """Let go of every slot; reads in flight go on and become resident."""
+        for slot in self._held.values():
+            slot.pins -= 1
+        self._held.clear()
+        self._pending.clear()
+        self._ready.clear()
+        self._loading.clear()
+
+    @property
+    def has_ready(self) -> bool:
+        return bool(self._ready)
+
+    @property
+    def is_starved(self) -> bool:
+        """Experts wait for slots while no read is in flight and nothing is ready: guesses must make room."""
+        return bool(self._pending) and not self._loading and not self._ready
+
+    @property
+    def is_waiting(self) -> bool:
+        """Only reads can bring this visit further."""
+        return bool(self._loading) and not self._ready
+
+    @property
+    def is_done(self) -> bool:
+        return self.n_done == len(self.experts)

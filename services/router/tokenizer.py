@@ -1,0 +1,146 @@
+"""Text to ids and back, and the checkpoint's chat template. The one place that knows ``tokenizers`` and ``jinja2``.
+
+Text of users never becomes a control token: the literal spelling of one inside a message is cut in two before the
+template runs and the pieces are encoded apart.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shared.errors import Refused
+
+# A private-use character that marks the cut; removed again before encoding.
+_CUT = "\U0010fffd"
+
+
+class ModelTokenizer:
+    """The checkpoint's tokenizer and template.
+
+    Raises ``Refused`` (HTTP status, code, parameter) for what a request may get wrong.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._controls = sorted((t.content for t in added.values() if t.content), key=len, reverse=True)
+        self._special_tokens, source = _read_tokenizer_config(model_dir)
+        self._template = _compile_template(source) if source else None
+
+    @staticmethod
+    def exists(model_dir: Path) -> bool:
+        return (model_dir / "tokenizer.json").is_file()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a raw prompt; control tokens spelt in it are meant."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def piece(self, token: int) -> bytes:
+        """The token's own bytes as far as text shows them (for log-probabilities)."""
+        return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
+
+    def encode_chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> list[int]:
+        """Ids of a conversation rendered by the checkpoint's own template, with a generation prompt."""
+        if self._template is None:
+            raise Refused(
+                "This model has no chat template, so chat requests can't be rendered; use /v1/completions.",
+                status=400, code="no_chat_template", param="messages",
+            )  # fmt: skip
+        import jinja2
+
+        safe = [{key: self._disarm(value) for key, value in message.items()} for message in messages]
+        try:
+            text = self._template.render(
+                messages=safe, add_generation_prompt=True, **{**self._special_tokens, **kwargs}
+            )
+        except jinja2.TemplateError as error:
+            raise Refused(
+                f"The model's chat template refused the messages: {error}.", status=400, code="template_error",
+                param="messages",
+            ) from error  # fmt: skip
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise Refused(
+                f"The model's chat template can't render these messages ({type(error).__name__}: {error}).",
+                status=400, code="template_error", param="messages",
+            ) from error  # fmt: skip
+        ids: list[int] = []
+        for part in text.split(_CUT):
+            ids.extend(self._tokenizer.encode(part, add_special_tokens=False).ids)
+        return ids
+
+    def _disarm(self, value: Any) -> Any:
+        if isinstance(value, str):
+            for control in self._controls:
+                if control in value:
+                    value = value.replace(control, control[:1] + _CUT + control[1:])
+            return value
+        if isinstance(value, list):
+            return [self._disarm(v) for v in value]
+        if isinstance(value, dict):
+            return {k: self._disarm(v) for k, v in value.items()}
+        return value
+
+
+def _read_tokenizer_config(model_dir: Path) -> tuple[dict[str, str], str | None]:
+    """(bos_token, eos_token, ... as text; the template's source, if any)."""
+    special: dict[str, str] = {}
+    source = None
+    config_path = model_dir / "tokenizer_config.json"
+    if config_path.is_file():
+        config = json.loads(config_path.read_text("utf-8"))
+        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = config.get(key)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                special[key] = value
+        template = config.get("chat_template")
+        if isinstance(template, list):  # named templates
+            template = next((t.get("template") for t in template if t.get("name") == "default"), None)
+        if isinstance(template, str):
+            source = template
+    template_path = model_dir / "chat_template.jinja"
+    if template_path.is_file():
+        source = template_path.read_text("utf-8")
+    return special, source
+
+
+def _compile_template(source: str) -> Any:
+    """The environment that checkpoints' templates are written for (specs of the ``transformers`` library)."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """``{% generation %}`` marks training targets; it changes nothing here."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None, **kwargs: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent, **kwargs)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
+    return environment.from_string(source)
