@@ -1,0 +1,148 @@
+"""Named memory that several processes map: create, attach, close, unlink, sweep. The only module that maps segments.
+
+A segment is the file ``/dev/shm/colibri-<uid>-<run id>-<name>``, mode 0600. ``colibri-up`` creates and unlinks them, services
+attach by name; a crash of a service loses none. Beside them lies ``colibri-<uid>-<run id>.owner`` with the processes
+whose life keeps the run alive (pid and start time); when all are gone, the next start sweeps the run's segments.
+
+Not ``multiprocessing.shared_memory``: before Python 3.13 a segment is unlinked when any attached process exits.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+from pathlib import Path
+
+from shared.errors import CapacityError, ConfigError
+
+SHM_DIR = Path("/dev/shm")
+PAGE_BYTES = 4096
+FRAMES, KV, MTP_KV, TRACE, COUNTERS = "frames", "kv", "mtp_kv", "trace", "counters"
+
+
+def segment_path(run_id: str, name: str) -> Path:
+    return SHM_DIR / f"colibri-{os.getuid()}-{run_id}-{name}"
+
+
+def _owner_path(run_id: str) -> Path:
+    return SHM_DIR / f"colibri-{os.getuid()}-{run_id}.owner"
+
+
+class Segment:
+    """One mapped segment. ``buf`` is the mapping (for ``numpy.frombuffer``), zeroed when created."""
+
+    def __init__(self, run_id: str, name: str, buf: mmap.mmap, n_bytes: int) -> None:
+        self.run_id = run_id
+        self.name = name
+        self.buf = buf
+        self.n_bytes = n_bytes
+
+    @classmethod
+    def create(cls, run_id: str, name: str, n_bytes: int) -> Segment:
+        """A new segment of zeroes whose memory is reserved now. Raises CapacityError when there is no room for it."""
+        size = max(PAGE_BYTES, -(-n_bytes // PAGE_BYTES) * PAGE_BYTES)
+        path = segment_path(run_id, name)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            free = os.statvfs(path)
+            free_bytes = free.f_bavail * free.f_frsize
+            if size > free_bytes:
+                raise OSError("too large")
+            # Reserved, not only sized: otherwise a full /dev/shm shows later, as a bus error in some service.
+            os.posix_fallocate(fd, 0, size)
+            buf = mmap.mmap(fd, size)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise CapacityError(
+                f"segment {name} needs {size:,} bytes of {SHM_DIR} but {free_bytes:,} are free ({error.strerror or error});"
+                " lower the context, the number of sequences or the prefill chunk, or enlarge that file system"
+            ) from None
+        finally:
+            os.close(fd)
+        return cls(run_id, name, buf, size)
+
+    @classmethod
+    def attach(cls, run_id: str, name: str, *, is_readonly: bool = False) -> Segment:
+        """Maps an existing segment. Raises ConfigError when the run has none of this name."""
+        path = segment_path(run_id, name)
+        try:
+            fd = os.open(path, (os.O_RDONLY if is_readonly else os.O_RDWR) | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise ConfigError(f"run {run_id} has no segment {name}: is its group still running?") from None
+        try:
+            size = os.fstat(fd).st_size
+            buf = mmap.mmap(fd, size, access=mmap.ACCESS_READ if is_readonly else mmap.ACCESS_WRITE)
+        finally:
+            os.close(fd)
+        return cls(run_id, name, buf, size)
+
+    def close(self) -> None:
+        """Unmaps, unless arrays still point into the mapping: then it goes with the last of them."""
+        try:
+            self.buf.close()
+        except BufferError:
+            return
+
+
+def list_run(run_id: str) -> list[str]:
+    """Names of the run's segments."""
+    prefix = f"colibri-{os.getuid()}-{run_id}-"
+    return sorted(path.name[len(prefix) :] for path in SHM_DIR.glob(f"{prefix}*"))
+
+
+def unlink(run_id: str, name: str) -> None:
+    """Removes a segment's name; processes that have it mapped keep their view. Absent is fine."""
+    segment_path(run_id, name).unlink(missing_ok=True)
+
+
+def unlink_run(run_id: str) -> None:
+    """Removes all segments of a run and its owner record."""
+    for name in list_run(run_id):
+        unlink(run_id, name)
+    _owner_path(run_id).unlink(missing_ok=True)
+
+
+def process_start(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot, None when there is none; tells a reused pid from the old one."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    state, *fields = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(fields[18])
+
+
+def add_owner(run_id: str, pid: int) -> None:
+    """Records a process that keeps the run alive."""
+    path = _owner_path(run_id)
+    owners = _read_owners(path)
+    owners.append([pid, process_start(pid) or 0])
+    new = path.with_suffix(".owner-new")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w") as file:
+        json.dump(owners, file)
+    new.replace(path)
+
+
+def _read_owners(path: Path) -> list[list[int]]:
+    try:
+        return [[int(pid), int(start)] for pid, start in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def is_run_alive(run_id: str) -> bool:
+    """Whether one of the run's owners lives."""
+    return any(process_start(pid) == start for pid, start in _read_owners(_owner_path(run_id)))
+
+
+def sweep_dead_runs() -> list[str]:
+    """Removes the segments of this user's runs whose owners are all gone; returns their run ids."""
+    pattern = re.compile(rf"colibri-{os.getuid()}-([0-9a-z]+)[-.].+")
+    found = {match.group(1) for path in SHM_DIR.iterdir() if (match := pattern.fullmatch(path.name))}
+    dead = sorted(run_id for run_id in found if not is_run_alive(run_id))
+    for run_id in dead:
+        unlink_run(run_id)
+    return dead
