@@ -12,6 +12,7 @@ Who uses what: the four engine services ``Bus`` and ``ControlClient`` (through `
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Union
 
@@ -30,6 +31,7 @@ DATA_HWM = 4096
 """Messages queued per peer before a send is refused: hints of a few steps, never a backlog of work."""
 LINGER_MS = 500
 RECONNECT_MS = 10  # a peer is back within a second or two; looking every 10 ms costs nothing beside the ring's wait for it
+MAX_UNSENT = 64
 MAX_BATCH = 256  # data messages taken per poll, so that control is looked at again
 
 _CONTROL_TO_SERVICE = (control.HelloWanted, control.PeerChanged, control.Drain, control.Stop, control.Drained, control.Status)
@@ -186,6 +188,24 @@ class Bus(_DataSockets):
         self._poller = zmq.Poller()
         self._poller.register(self._pull, zmq.POLLIN)
         self._callbacks: dict[Any, Callable[[], object]] = {}
+        self._unsent: dict[str, deque[Msg]] = {}
+
+    def post(self, receiver: str, msg: Msg) -> None:
+        """Sends, or keeps the message until the receiver is connected and has room (it is starting again, say).
+
+        For messages without which a step would hang. Receivers drop what belongs to a step that is over, so a late
+        delivery does no harm. At most ``MAX_UNSENT`` are kept per receiver, the newest.
+        """
+        if receiver not in self._unsent and self.send(receiver, msg):
+            return
+        self._unsent.setdefault(receiver, deque(maxlen=MAX_UNSENT)).append(msg)
+
+    def _send_unsent(self) -> None:
+        for receiver, waiting in list(self._unsent.items()):
+            while waiting and self.send(receiver, waiting[0]):
+                waiting.popleft()
+            if not waiting:
+                del self._unsent[receiver]
 
     def add_fd(self, fd: int, callback: Callable[[], object]) -> None:
         """Calls ``callback`` inside ``poll`` whenever ``fd`` is readable (level-triggered: it must read it empty)."""
@@ -203,6 +223,9 @@ class Bus(_DataSockets):
 
     def poll(self, timeout_ms: float) -> list[Received]:
         """Waits for the first event, calls the callbacks of control sockets and fds, returns the data messages."""
+        if self._unsent:
+            self._send_unsent()
+            timeout_ms = min(timeout_ms, RECONNECT_MS) if self._unsent else timeout_ms
         ready = self._poller.poll(int(timeout_ms))
         has_data = False
         for socket, _ in ready:

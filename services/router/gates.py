@@ -1,0 +1,102 @@
+"""The gates of all MoE layers, and PILOT: the guess which experts the next layer will want.
+
+A gate scores experts on the layer's post-attention state; its choice is exact. PILOT applies the *next* layer's gate to
+this layer's state (design 7): the two states differ by one expert phase and one attention, which the residual stream
+mostly outlives. Guesses steer reads only, never text.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from native.kernels import Gate
+from native.library import Pool
+from native.matrix import ACT_F32, matrix
+from shared.container.reader import Container, Tensor
+from shared.model_spec import ModelSpec
+
+# Beyond a few rows the union is so wide that guesses only add noise to a queue that is already full.
+PILOT_MAX_ROWS = 8
+
+
+def gate_names(spec: ModelSpec) -> list[str]:
+    """Dense tensors that the router needs."""
+    names = []
+    for layer in spec.moe_layers:
+        prefix = f"model.layers.{layer}."
+        names += [prefix + "mlp.gate.weight", prefix + "mlp.gate.e_score_correction_bias"]
+        names.append(prefix + "post_attention_layernorm.weight")
+    return names
+
+
+class GateSet:
+    """All gates, ready to score. Holds the weights' memory."""
+
+    def __init__(self, container: Container, pool: Pool, pilot: str) -> None:
+        spec = container.spec
+        wanted = set(gate_names(spec))
+        self._tensors: dict[str, Tensor] = container.read_dense(lambda name: name in wanted)
+        self._spec = spec
+        self._pool = pool
+        self._pilot = pilot
+        self._gates = {layer: self._gate(layer) for layer in spec.moe_layers}
+        self._next = {a: b for a, b in zip(spec.moe_layers, spec.moe_layers[1:], strict=False) if b < spec.n_layers}
+        self._ratio = {layer: self._norm(after) / _nonzero(self._norm(layer)) for layer, after in self._next.items()}
+        # Guesses at random are for tests: text must not change (promise 1).
+        self._random = np.random.default_rng(1)
+
+    def _gate(self, layer: int) -> Gate:
+        spec = self._spec
+        prefix = f"model.layers.{layer}.mlp.gate."
+        weight = self._tensors[prefix + "weight"]
+        bias = self._tensors[prefix + "e_score_correction_bias"].weight
+        return Gate(
+            matrix(weight.weight, weight.scale, weight.format, spec.n_experts, spec.hidden, ACT_F32),
+            bias, spec.gate_k, spec.n_group, spec.topk_group, spec.norm_topk, spec.routed_scaling,
+        )  # fmt: skip
+
+    def _norm(self, layer: int) -> NDArray[np.float32]:
+        return self._tensors[f"model.layers.{layer}.post_attention_layernorm.weight"].weight
+
+    def choose(self, layer: int, hidden: NDArray[np.float32], ids: NDArray[np.int32],
+               weights: NDArray[np.float32]) -> list[int]:  # fmt: skip
+        """hidden f32[T, D] -> ids i32[T, K] ascending, weights f32[T, K].
+
+        Returns the rows whose scores are not finite; their choice is experts 0..K-1 with weight 0, so that the step
+        can go on for the others.
+        """
+        gate = self._gates[layer]
+        if gate.forward(self._pool, hidden, ids, weights) < 0:
+            return []
+        bad = []
+        for row in range(len(hidden)):
+            part = slice(row, row + 1)
+            if gate.forward(self._pool, hidden[part], ids[part], weights[part]) >= 0:
+                bad.append(row)
+                ids[row] = np.arange(self._spec.gate_k, dtype=np.int32)
+                weights[row] = 0.0
+        return bad
+
+    def guess(self, layer: int, hidden: NDArray[np.float32]) -> tuple[int, tuple[int, ...]] | None:
+        """(next MoE layer, its likely experts, likeliest first), or None when there is nothing to say."""
+        after = self._next.get(layer)
+        if self._pilot == "off" or after is None or len(hidden) > PILOT_MAX_ROWS:
+            return None
+        spec = self._spec
+        if self._pilot == "random":
+            n = min(spec.n_experts, spec.gate_k * len(hidden))
+            return after, tuple(int(e) for e in self._random.choice(spec.n_experts, n, replace=False))
+        ids = np.empty((len(hidden), spec.gate_k), np.int32)
+        weights = np.empty((len(hidden), spec.gate_k), np.float32)
+        scaled = np.ascontiguousarray(hidden * self._ratio[layer])
+        if self._gates[after].forward(self._pool, scaled, ids, weights) >= 0:
+            return None
+        score: dict[int, float] = {}
+        for expert, weight in zip(ids.ravel().tolist(), weights.ravel().tolist(), strict=True):
+            score[expert] = score.get(expert, 0.0) + weight
+        return after, tuple(sorted(score, key=lambda e: (-score[e], e)))
+
+
+def _nonzero(w: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.where(np.abs(w) < 1e-6, np.float32(1e-6), w)

@@ -1,0 +1,497 @@
+"""The router's shell: messages in, decisions of the pure parts, messages out.
+
+Owns the step in flight. Does not know how layers are computed or where experts lie. A step is *main* (rows through all
+layers) or *draft* (the drafter absorbs what the main step accepted and guesses on); one is in flight at a time. After
+the loss of a peer the same rows run again as a new step: the KV cache is rewritten with the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from native.library import Pool, dispatch_text
+from native.sampling import log_softmax, sample, uniform
+from services.router.gates import GateSet
+from services.router.recording import LogitRecorder
+from services.router.scheduler import Advance, Plan, Scheduler
+from services.router.sequences import SamplingParams, Sequence, TextStream
+from services.router.tokenizer import ModelTokenizer
+from shared.container.reader import Container
+from shared.counters import Counters
+from shared.errors import Refused
+from shared.frame import Frame, FrameSet, frame_dims
+from shared.kv_layout import KV_BLOCK
+from shared.lifecycle import Service, ServiceContext
+from shared.messages.attention import StepAbandoned, StepPlan
+from shared.messages.drafter import DraftWanted
+from shared.messages.expert_io import ExpertsWanted, PilotHint
+from shared.messages.gateway import RequestAccepted, RequestDone, RequestRefused, TokenLogprob, TokenOut
+from shared.messages.layer import HiddenReady, LayerFailed
+from shared.messages.router import Abort, DraftReady, LogitsReady, Submit
+from shared.segments import Segment
+from shared.stages import Stage, StageTimer, TraceRing
+
+MAIN_FRAME = 0
+DRAFT_FRAME = 1
+MAX_WAITING = 256
+
+
+@dataclass
+class StepInFlight:
+    """The step that the ring works on. A draft step with n drafts owns the numbers ``step`` .. ``step + n - 1``."""
+
+    step: int
+    frame: int
+    n_steps: int
+    plan: Plan
+    drafting: list[Sequence]
+    start_ns: int
+    is_sent: bool = False
+
+
+class RouterService(Service):
+    """See the module docstring."""
+
+    name = "router"
+    receives = (Submit, Abort, HiddenReady, LogitsReady, DraftReady, LayerFailed)
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    def load(self, ctx: ServiceContext) -> dict[str, str]:
+        self._ctx = ctx
+        self._bus = ctx.bus
+        config = ctx.config
+        self._config = config
+        model_dir = Path(config.model_dir)
+        container = Container.open(model_dir)
+        self._spec = spec = container.spec
+        self._pool = Pool(config.n_threads)
+        ctx.set_stage("load gates")
+        self._gates = GateSet(container, self._pool, config.pilot)
+        self._tokenizer = ModelTokenizer(model_dir) if ModelTokenizer.exists(model_dir) else None
+        self._frames_segment = Segment.attach(config.run_id, "frames")
+        self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
+        self._trace_segment = Segment.attach(config.run_id, "trace")
+        self._trace = TraceRing(self._trace_segment.buf)
+        self._counters_segment = Segment.attach(config.run_id, "counters")
+        self._counters = Counters(self._counters_segment.buf, "router")
+        main = self._frames.frame(MAIN_FRAME)
+        self._timer = StageTimer("router")
+        self._recorder = LogitRecorder(Path(config.record_logits)) if config.record_logits else None
+        self._scheduler = Scheduler(
+            n_blocks=config.n_kv_blocks, max_sequences=config.max_sequences, prefill_chunk=config.prefill_chunk,
+            max_rows=len(main.token), max_logits=len(main.logit_row), max_waiting=MAX_WAITING,
+            all_logits=self._recorder is not None,
+        )  # fmt: skip
+        # Numbers of an earlier router's steps must not come again.
+        self._next_step = (time.time_ns() // 1_000_000) << 16
+        self._flight: StepInFlight | None = None
+        self._is_group_ready = False
+        self._is_drafter_ready = False
+        self._is_draining = False
+        return {
+            "kernels": dispatch_text(),
+            "tokenizer": "yes" if self._tokenizer else "no",
+            "n_drafts": str(config.n_drafts),
+            "pilot": config.pilot,
+        }
+
+    def tick(self) -> None:
+        self._flush()
+
+    def is_idle(self) -> bool:
+        return self._scheduler.is_idle
+
+    def begin_drain(self, reason: str) -> None:
+        self._is_draining = True
+
+    def cut(self, reason: str) -> int:
+        """The drain deadline passed: end what is left with a named error. Returns how many."""
+        left = [*self._scheduler.running, *self._scheduler.waiting]
+        for sequence in left:
+            sequence.error = ("shutting_down", f"The server stopped before the answer was complete ({reason}).")
+            self._finish(sequence, "")
+        return len(left)
+
+    def close(self) -> None:
+        if self._recorder:
+            self._recorder.close()
+        self._pool.close()
+        for segment in (self._frames_segment, self._trace_segment, self._counters_segment):
+            segment.close()
+
+    @property
+    def load_counts(self) -> tuple[int, int]:
+        """(running, waiting) requests, for the group state."""
+        return len(self._scheduler.running), len(self._scheduler.waiting)
+
+    # -- the group -------------------------------------------------------------------------------------------
+
+    def group_changed(self, is_ready: bool, drafter_ready: bool) -> None:
+        """The control plane's view changed: attention, expert_io and gateway serve or do not."""
+        was_ready, self._is_group_ready = self._is_group_ready, is_ready
+        self._is_drafter_ready = drafter_ready
+        flight = self._flight
+        if flight and flight.frame == DRAFT_FRAME and not (is_ready and drafter_ready):
+            # A draft is only a guess: go on without it. The drafter's cache has a gap now.
+            for span in flight.plan.spans:
+                span.sequence.n_mtp = -1
+            self._end_flight()
+        if is_ready and not was_ready and self._flight:
+            self._ctx.log.info("step_replay", step=self._flight.step, rows=self._flight.plan.n_rows)
+            self._counters.add("replays", 1)
+            self._send_main(self._flight.plan, self._flight.start_ns)
+        self._pump()
+
+    def peer_lost(self, service: str) -> None:
+        """A peer of the ring is gone: what is in flight can't finish; it runs again when the group is ready."""
+        if service == "drafter":
+            self.group_changed(self._is_group_ready, False)
+        elif service in ("attention", "expert_io"):
+            self.group_changed(False, self._is_drafter_ready)
+
+    def peer_changed(self, service: str, incarnation: int) -> None:
+        self.peer_lost(service)
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def handle(self, msg: Any, sender: str) -> None:
+        if isinstance(msg, HiddenReady):
+            self._on_hidden(msg)
+        elif isinstance(msg, LogitsReady):
+            self._on_logits(msg)
+        elif isinstance(msg, DraftReady):
+            self._on_draft(msg)
+        elif isinstance(msg, Submit):
+            self._on_submit(msg)
+        elif isinstance(msg, Abort):
+            self._on_abort(msg)
+        elif isinstance(msg, LayerFailed):
+            self._on_failed(msg)
+
+    def _on_submit(self, msg: Submit) -> None:
+        try:
+            sequence = self._accept(msg)
+        except Refused as refusal:
+            self._bus.post("gateway", RequestRefused(
+                msg.request, refusal.status, refusal.code, str(refusal), refusal.param))  # fmt: skip
+            return
+        self._counters.add("requests", 1)
+        prompt_ids = tuple(sequence.tokens[: sequence.n_prompt]) if msg.want_prompt_ids else ()
+        self._bus.post("gateway", RequestAccepted(msg.request, sequence.n_prompt, sequence.max_tokens, prompt_ids))
+        self._ctx.log.info("request", request=msg.request, n_prompt=sequence.n_prompt, max_tokens=sequence.max_tokens,
+                            resumed=len(msg.resume_ids))  # fmt: skip
+        if sequence.finish_reason:  # a resumed answer that was complete but for its last message
+            self._done(sequence, "")
+            return
+        self._scheduler.submit(sequence)
+        self._pump()
+
+    def _accept(self, msg: Submit) -> Sequence:
+        if self._is_draining:
+            raise Refused("The server is shutting down; try again later.", status=503, code="shutting_down")
+        if self._scheduler.find(msg.request):
+            raise Refused(f"Request id {msg.request} is in use.", status=409, code="duplicate_request")
+        if self._scheduler.is_full:
+            raise Refused(f"{MAX_WAITING} requests are waiting already; try again later.", status=429, code="queue_full")
+        prompt = self._prompt_ids(msg)
+        limit = self._config.max_context
+        if not prompt:
+            raise Refused("The prompt is empty: at least one token is needed.", status=400, code="empty_prompt",
+                          param="prompt")  # fmt: skip
+        if len(prompt) >= limit:
+            raise Refused(
+                f"The prompt has {len(prompt)} tokens; with one token to generate, at most {limit - 1} fit the context "
+                f"of {limit}. Shorten the prompt or start with a larger --max-context.",
+                status=400, code="context_length_exceeded", param="messages" if msg.messages_json else "prompt",
+            )  # fmt: skip
+        max_tokens = min(msg.max_tokens if msg.max_tokens is not None else limit, limit - len(prompt))
+        decode = self._tokenizer.decode if self._tokenizer else None
+        sequence = Sequence(
+            request=msg.request, n_prompt=len(prompt), tokens=prompt, max_tokens=max_tokens,
+            sampling=SamplingParams(msg.sampling.temperature, msg.sampling.top_p, msg.sampling.seed),
+            text=TextStream(decode, msg.stop),
+            eos_ids=frozenset() if msg.ignore_eos else frozenset(self._spec.eos_ids),
+            n_logprobs=msg.n_logprobs,
+        )  # fmt: skip
+        if not self._config.n_drafts:
+            sequence.n_mtp = -1
+        for token in msg.resume_ids[:max_tokens]:
+            sequence.append(token)
+        return sequence
+
+    def _prompt_ids(self, msg: Submit) -> list[int]:
+        if msg.prompt_ids is not None:
+            ids = list(msg.prompt_ids)
+            bad = next((t for t in ids if t >= self._spec.vocab), None)
+            if bad is not None:
+                raise Refused(f"Token id {bad} is outside the vocabulary of {self._spec.vocab} entries.", status=400,
+                              code="invalid_token", param="prompt")  # fmt: skip
+            return ids
+        if self._tokenizer is None:
+            raise Refused("This model has no tokenizer; send the prompt as token ids to /v1/completions.", status=400,
+                          code="no_tokenizer", param="prompt")  # fmt: skip
+        if msg.messages_json is not None:
+            kwargs = msgspec.json.decode(msg.template_kwargs_json) if msg.template_kwargs_json else {}
+            return self._tokenizer.encode_chat(msgspec.json.decode(msg.messages_json), kwargs)
+        return self._tokenizer.encode(msg.prompt or "")
+
+    def _on_abort(self, msg: Abort) -> None:
+        sequence = self._scheduler.find(msg.request)
+        if sequence is None:
+            return
+        self._ctx.log.info("request_aborted", request=msg.request, reason=msg.reason)
+        sequence.finish_reason = "abort"
+        self._done(sequence, "")
+        self._scheduler.remove(sequence)
+        flight = self._flight
+        if flight and not any(span.sequence in self._scheduler.running for span in flight.plan.spans):
+            # Nobody waits for this step: the ring leaves it between layers.
+            self._end_flight()
+        self._pump()
+
+    def _on_failed(self, msg: LayerFailed) -> None:
+        flight = self._flight
+        if flight is None or not flight.step <= msg.step < flight.step + flight.n_steps:
+            return
+        self._ctx.log.info("layer_failed", step=msg.step, layer=msg.layer, row=msg.row, code=msg.code, text=msg.message)
+        if flight.frame == DRAFT_FRAME:
+            for span in flight.plan.spans:
+                span.sequence.n_mtp = -1
+            self._end_flight()
+            self._pump()
+            return
+        for span in flight.plan.spans:
+            if msg.row < 0 or span.first <= msg.row < span.first + span.n_rows:
+                span.sequence.error = span.sequence.error or (msg.code, msg.message)
+        if msg.row < 0:
+            for span in flight.plan.spans:
+                if span.sequence in self._scheduler.running:
+                    self._finish(span.sequence, "")
+            self._end_flight()
+            self._pump()
+
+    # -- one layer -------------------------------------------------------------------------------------------
+
+    def _on_hidden(self, msg: HiddenReady) -> None:
+        flight = self._flight
+        if flight is None or not flight.step <= msg.step < flight.step + flight.n_steps:
+            return
+        frame = self._frames.frame(msg.frame)
+        hidden = frame.hidden[: msg.n_rows]
+        with self._timer.stage(Stage.GATE, msg.layer):
+            bad = self._gates.choose(msg.layer, hidden, frame.gate_id[: msg.n_rows], frame.gate_weight[: msg.n_rows])
+        self._bus.post("expert_io", ExpertsWanted(msg.step, msg.layer, msg.frame, msg.n_rows))
+        for row in bad:
+            self._mark_row(flight, row, msg.layer)
+        with self._timer.stage(Stage.PILOT, msg.layer):
+            guess = self._gates.guess(msg.layer, hidden)
+        if guess and not bad:
+            self._bus.send("expert_io", PilotHint(msg.step, *guess))
+
+    def _mark_row(self, flight: StepInFlight, row: int, layer: int) -> None:
+        if flight.frame == DRAFT_FRAME:
+            return  # a bad draft is rejected by the verification
+        for span in flight.plan.spans:
+            if span.first <= row < span.first + span.n_rows and span.sequence.error is None:
+                position = span.position + row - span.first
+                span.sequence.error = (
+                    "non_finite",
+                    f"The hidden state of position {position} is not finite before the gate of layer {layer}: the weights "
+                    "or the input overflow. The request was ended; others go on.",
+                )
+
+    # -- steps -----------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Start the next step if the ring is free."""
+        if self._flight or not self._is_group_ready:
+            return
+        start_ns = time.monotonic_ns()
+        plan = self._scheduler.plan()
+        if plan:
+            self._send_main(plan, start_ns)
+
+    def _take_steps(self, n: int) -> int:
+        step = self._next_step
+        self._next_step += n
+        return step
+
+    def _send_main(self, plan: Plan, start_ns: int) -> None:
+        step = self._take_steps(1)
+        frame = self._frames.frame(MAIN_FRAME)
+        self._timer.begin_step(frame, step)
+        with self._timer.stage(Stage.PLAN):
+            row = 0
+            for span in plan.spans:
+                end = span.first + span.n_rows
+                frame.token[span.first : end] = span.tokens
+                frame.position[span.first : end] = range(span.position, span.position + span.n_rows)
+                frame.seq[span.first : end] = span.table_row
+                blocks = span.sequence.blocks
+                frame.block_table[span.table_row, : len(blocks)] = blocks
+                if span.n_logits:
+                    frame.logit_row[row : row + span.n_logits] = range(end - span.n_logits, end)
+                    row += span.n_logits
+        self._flight = StepInFlight(step, MAIN_FRAME, 1, plan, [], start_ns)
+        self._counters.add("steps", 1)
+        self._counters.add("rows", plan.n_rows)
+        self._bus.post("attention", StepPlan(
+            step, MAIN_FRAME, plan.n_rows, plan.n_logits, len(plan.spans), self._config.n_drafts > 0))  # fmt: skip
+
+    def _end_flight(self) -> None:
+        """Give up the step in flight; peers drop what they have of it."""
+        self._flight = None
+        message = StepAbandoned(self._next_step)
+        for service in ("attention", "expert_io", "drafter"):
+            self._bus.send(service, message)
+
+    def _on_logits(self, msg: LogitsReady) -> None:
+        flight = self._flight
+        if flight is None or msg.step != flight.step or flight.frame != MAIN_FRAME:
+            return
+        frame = self._frames.frame(MAIN_FRAME)
+        with self._timer.stage(Stage.SAMPLE):
+            if self._recorder:
+                self._recorder.record(flight.plan, frame.logits)
+            advances = self._scheduler.complete(flight.plan, self._choose)
+        with self._timer.stage(Stage.STREAM):
+            for advance in advances:
+                self._deliver(advance, frame)
+        self._flight = None
+        self._finish_trace(frame, flight)
+        if not self._send_draft(advances):
+            self._pump()
+
+    def _choose(self, sequence: Sequence, logit_row: int, position: int) -> int:
+        logits = self._frames.frame(MAIN_FRAME).logits[logit_row]
+        params = sequence.sampling
+        u = uniform(params.seed, position) if params.temperature > 0 else 0.0
+        token = sample(logits, params.temperature, params.top_p, u)
+        if token < 0:
+            sequence.error = sequence.error or (
+                "non_finite", f"The logits of position {position - 1} are not finite: the weights or the input overflow."
+            )
+            return 0
+        return token
+
+    def _deliver(self, advance: Advance, frame: Frame) -> None:
+        sequence = advance.sequence
+        if sequence.error is not None:
+            self._finish(sequence, "")
+            return
+        self._counters.add("tokens", len(advance.new_tokens))
+        if advance.span.n_rows > 1 and not advance.span.is_prefill:
+            self._counters.add("drafts", advance.span.n_rows - 1)
+            self._counters.add("accepted", len(advance.new_tokens) - 1)
+        if advance.new_tokens:
+            logprobs = ()
+            if sequence.n_logprobs is not None:
+                logprobs = tuple(
+                    self._logprob(frame.logits[row], token, sequence.n_logprobs)
+                    for row, token in zip(advance.logit_rows, advance.new_tokens, strict=True)
+                )
+            first = sequence.n_generated - len(advance.new_tokens)
+            self._bus.post("gateway", TokenOut(
+                sequence.request, first, tuple(advance.new_tokens), advance.text, logprobs))  # fmt: skip
+        if sequence.finish_reason:
+            self._finish(sequence, "")
+
+    def _logprob(self, logits: Any, token: int, n_top: int) -> TokenLogprob:
+        values = np.empty(len(logits), np.float32)
+        log_softmax(logits, values)
+        top: tuple[tuple[int, float, bytes], ...] = ()
+        if n_top:
+            n_top = min(n_top, len(values))
+            best = np.argpartition(-values, n_top - 1)[:n_top]
+            ordered = sorted(best.tolist(), key=lambda t: (-values[t], t))
+            top = tuple((t, float(values[t]), self._piece(t)) for t in ordered)
+        return TokenLogprob(token, float(values[token]), self._piece(token), top)
+
+    def _piece(self, token: int) -> bytes:
+        return self._tokenizer.piece(token) if self._tokenizer else b""
+
+    def _finish(self, sequence: Sequence, text: str) -> None:
+        self._done(sequence, text)
+        self._scheduler.remove(sequence)
+
+    def _done(self, sequence: Sequence, text: str) -> None:
+        code, message = sequence.error or ("", "")
+        reason = "error" if sequence.error else sequence.finish_reason
+        self._bus.post("gateway", RequestDone(
+            sequence.request, reason, sequence.n_prompt, sequence.n_generated, text, code, message,
+            sequence.n_drafted, sequence.n_accepted))  # fmt: skip
+        self._ctx.log.info("request_done", request=sequence.request, reason=reason, code=code,
+                            n_generated=sequence.n_generated, drafts=sequence.n_drafted,
+                            accepted=sequence.n_accepted)  # fmt: skip
+
+    # -- drafts ----------------------------------------------------------------------------------------------
+
+    def _send_draft(self, advances: list[Advance]) -> bool:
+        """Let the drafter absorb the accepted rows and guess on. False when there is nothing to do."""
+        n_drafts = self._config.n_drafts
+        if not n_drafts:
+            return False
+        main, frame = self._frames.frame(MAIN_FRAME), self._frames.frame(DRAFT_FRAME)
+        rows: list[tuple[Advance, Sequence]] = []
+        for advance in advances:
+            sequence = advance.sequence
+            if sequence.finish_reason or sequence.error or not advance.n_kept_rows:
+                continue
+            if not self._is_drafter_ready or sequence.n_mtp != advance.span.position:
+                sequence.n_mtp = -1  # a gap: its drafts would be guesses from nothing
+                continue
+            rows.append((advance, sequence))
+        if not rows:
+            return False
+        start_ns = time.monotonic_ns()
+        step = self._take_steps(n_drafts)
+        self._timer.begin_step(frame, step)
+        drafting: list[Sequence] = []
+        with self._timer.stage(Stage.PLAN, self._spec.mtp_layer):
+            n_rows = 0
+            for table_row, (advance, sequence) in enumerate(rows):
+                span, kept = advance.span, advance.n_kept_rows
+                end = n_rows + kept
+                frame.token[n_rows:end] = sequence.tokens[span.position + 1 : span.position + 1 + kept]
+                frame.position[n_rows:end] = range(span.position, span.position + kept)
+                frame.seq[n_rows:end] = table_row
+                frame.block_table[table_row, : len(sequence.blocks)] = sequence.blocks
+                frame.final[n_rows:end] = main.final[span.first : span.first + kept]
+                sequence.n_mtp += kept
+                # Chained drafts write the drafter's cache ahead of the accepted text: they need room in its blocks.
+                has_room = sequence.n_mtp + n_drafts <= len(sequence.blocks) * KV_BLOCK
+                if not sequence.is_prefilling and has_room and sequence.max_tokens - sequence.n_generated > 1:
+                    frame.logit_row[len(drafting)] = end - 1
+                    drafting.append(sequence)
+                n_rows = end
+        plan = Plan(tuple(a.span for a, _ in rows), n_rows, len(drafting), False)
+        self._flight = StepInFlight(step, DRAFT_FRAME, n_drafts, plan, drafting, start_ns)
+        self._bus.post("drafter", DraftWanted(
+            step, DRAFT_FRAME, n_rows, len(drafting), len(rows), n_drafts if drafting else 0))  # fmt: skip
+        return True
+
+    def _on_draft(self, msg: DraftReady) -> None:
+        flight = self._flight
+        if flight is None or msg.step != flight.step or flight.frame != DRAFT_FRAME:
+            return
+        for sequence, tokens in zip(flight.drafting, msg.tokens, strict=True):
+            sequence.drafts = [t for t in tokens if t < self._spec.vocab]
+        self._flight = None
+        self._finish_trace(self._frames.frame(DRAFT_FRAME), flight)
+        self._pump()
+
+    def _finish_trace(self, frame: Frame, flight: StepInFlight) -> None:
+        self._trace.append_step(frame, flight.step, flight.n_steps, flight.start_ns, time.monotonic_ns(),
+                                n_rows=flight.plan.n_rows, is_draft=flight.frame == DRAFT_FRAME,
+                                is_prefill=flight.plan.is_prefill)  # fmt: skip
+
+    def _flush(self) -> None:
+        if self._recorder:
+            self._recorder.flush()
