@@ -35,6 +35,8 @@ typedef enum {
 
 CB_API int cb_abi_version(void);
 CB_API const char *cb_status_text(int status);
+/* sizeof or offsetof by name, for bindings that check themselves: "cb_matrix", "cb_matrix.scale"; -1 = unknown. */
+CB_API int64_t cb_layout_of(const char *name);
 
 /* ---- dispatch -------------------------------------------------------------------------------------------- */
 
@@ -54,8 +56,9 @@ CB_API const char *cb_dispatch_text(void);
 
 /* ---- threads --------------------------------------------------------------------------------------------- */
 
-/* One pool per process. Workers sleep when idle and spin for a few microseconds at most. n = 0: the CPUs this
- * process may use, physical cores first. The caller's thread takes part in every job. */
+/* One pool per process. Workers sleep when idle and spin for a few microseconds at most (COLIBRI_SPIN_US, 0..1000).
+ * n = 0: one thread per physical core that this process may use (affinity mask and control-group quota respected).
+ * n = 1: no workers at all. The caller's thread takes part in every job. Calls from several threads queue. */
 typedef struct cb_pool cb_pool;
 CB_API cb_pool *cb_pool_new(int n_threads);
 CB_API int cb_pool_threads(const cb_pool *pool);
@@ -119,9 +122,10 @@ typedef struct {
     int64_t n_rows;
 } cb_expert_job;
 
-/* parts f32[?, D]: parts[out[i]] = ffn(h[rows[i]]) for every job. Results do not depend on how jobs are grouped into
- * calls. h f32[T, D] has row stride D = jobs' input width. */
-CB_API int cb_expert_ffn(cb_pool *pool, const cb_expert_job *jobs, int64_t n_jobs, const float *h, float *parts);
+/* parts f32[n_parts, D]: parts[out[i]] = ffn(h[rows[i]]) for every job; h f32[n_rows, D]. All jobs have the same D and F.
+ * Results do not depend on how jobs are grouped into calls. An index outside h or parts is CB_EINVAL. */
+CB_API int cb_expert_ffn(cb_pool *pool, const cb_expert_job *jobs, int64_t n_jobs, const float *h, int64_t n_rows,
+                         float *parts, int64_t n_parts);
 
 /* mixed f32[T, D] = shared f32[T, D] (or 0 when NULL) + sum over k of weight[t,k] * parts[t*K + k], k in ascending
  * expert id as given in order i32[T, K] (a permutation of 0..K-1 per row). The routed sum comes first, shared last.
@@ -140,7 +144,7 @@ typedef struct {
 } cb_gate;
 
 /* ids i32[T, K] ascending, weights f32[T, K] in the same order. Ties choose the lower id. CB_ENONFINITE names the
- * first row whose scores are not finite in *bad_row. */
+ * first row whose scores are not finite in *bad_row (such rows get NaN weights; the others are complete). */
 CB_API int cb_gate_forward(cb_pool *pool, const cb_gate *gate, const float *h, int64_t n_rows, int32_t *ids,
                            float *weights, int64_t *bad_row);
 

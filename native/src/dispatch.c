@@ -1,0 +1,87 @@
+/* dispatch.c: one table, filled with the references first; then the ladder, each rung replacing what it improves. */
+#include "internal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+cb_table cb_kernels;
+
+static int current;
+static unsigned available;
+static char available_text[64], error_text[160], dispatch_text[512];
+
+static void fill(int isa)
+{
+    cb_table t = {0};
+    cb_linear_table_ref(&t);
+    cb_vector_table_ref(&t);
+#if 0 && defined(__x86_64__)
+    if (isa >= CB_ISA_AVX2) {
+        cb_linear_table_avx2(&t);
+        cb_vector_table_avx2(&t);
+    }
+    if (isa >= CB_ISA_AVX512) {
+        cb_linear_table_avx512(&t);
+        cb_vector_table_avx512(&t);
+    }
+    if (isa >= CB_ISA_AVX512VNNI)
+        cb_linear_table_avx512vnni(&t);
+#endif
+    cb_kernels = t;
+    current = isa;
+    snprintf(dispatch_text, sizeof dispatch_text,
+             "linear_f32=%s linear_bf16=%s linear_q8_f32=%s linear_q4_f32=%s linear_q8=%s linear_q4=%s vector=%s",
+             t.linear_isa[CB_F32][CB_ACT_F32], t.linear_isa[CB_BF16][CB_ACT_F32], t.linear_isa[CB_Q8][CB_ACT_F32],
+             t.linear_isa[CB_Q4][CB_ACT_F32], t.linear_isa[CB_Q8][CB_ACT_Q8], t.linear_isa[CB_Q4][CB_ACT_Q8],
+             t.vector_isa);
+}
+
+static int highest(void)
+{
+    int isa = CB_ISA_REF;
+    for (int i = CB_ISA_REF; i <= CB_ISA_AMX; i++)
+        if (available & 1u << i)
+            isa = i;
+    return isa;
+}
+
+__attribute__((constructor)) static void load(void)
+{
+    available = cb_cpu_isas();
+    for (int i = CB_ISA_REF; i <= CB_ISA_AMX; i++)
+        if (available & 1u << i)
+            snprintf(available_text + strlen(available_text), sizeof available_text - strlen(available_text), "%s%s",
+                     i ? "," : "", cb_isa_names[i]);
+    const char *wanted = getenv("COLIBRI_ISA");
+    if (!wanted || !*wanted) {
+        fill(highest());
+        return;
+    }
+    for (int i = CB_ISA_REF; i <= CB_ISA_AMX; i++) {
+        if (strcmp(wanted, cb_isa_names[i]))
+            continue;
+        if (cb_isa_limit(i) == CB_OK)
+            return;
+        snprintf(error_text, sizeof error_text, "COLIBRI_ISA=%.20s: this machine offers only %s", wanted,
+                 available_text);
+    }
+    if (!*error_text)
+        snprintf(error_text, sizeof error_text, "COLIBRI_ISA=%.20s: expected one of ref, avx2, avx512, avx512vnni, amx",
+                 wanted);
+    fill(CB_ISA_REF);
+}
+
+const char *cb_isa_available(void) { return available_text; }
+
+int cb_isa_limit(int isa)
+{
+    if (isa < CB_ISA_REF || isa > CB_ISA_AMX || !(available & 1u << isa))
+        return CB_EINVAL;
+    fill(isa);
+    return CB_OK;
+}
+
+int cb_isa_current(void) { return current; }
+const char *cb_isa_error(void) { return error_text; }
+const char *cb_dispatch_text(void) { return dispatch_text; }
