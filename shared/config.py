@@ -1,0 +1,197 @@
+"""Settings (what the user chose) and GroupConfig (what a running group is). Standard library and msgspec alone.
+
+``colibri-up`` resolves the TOML file and the command line once (``load_settings``), computes the rest and writes the
+frozen ``group.json`` into the run directory; services get its path and nothing else, and never change it. What a service
+learns at run time goes into its ``Ready``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from shared.errors import ConfigError
+
+FROZEN_NAME = "group.json"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What can be chosen, in a TOML file or as a flag of ``colibri-up``. Zero or empty means: choose well for me."""
+
+    model: str = ""
+    """Model directory (a container); empty: the embedded model."""
+    run_dir: str = ""
+    """Where this group keeps sockets, logs and its frozen configuration; empty: the user's default directory."""
+    host: str = "127.0.0.1"
+    """Address the HTTP server listens on."""
+    port: int = 8484
+    """Port the HTTP server listens on; 0: any free one."""
+    ram_bytes: int = 0
+    """Memory for the whole group; 0: a share of what is available now. In TOML and as flag ``ram``, e.g. "12G"."""
+    slots: int = 0
+    """Expert slots in all, at least gate_k + 1; 0: what is left of the memory."""
+    threads: int = 0
+    """Compute threads; 0: the CPUs this process may use."""
+    kv_dtype: Literal["f32", "bf16"] = "bf16"
+    """Precision of the KV cache."""
+    prefill_chunk: int = 0
+    """Prompt tokens per step; 0: as many as the memory allows, within reason."""
+    pilot: Literal["on", "off", "random"] = "on"
+    """Prefetch of experts: predicted, none, or (for tests) at random. Never changes the text."""
+    draft: Literal["auto", "off"] | int = "auto"
+    """Speculative tokens per step. Never changes the text."""
+    max_context: int = 0
+    """Tokens per sequence, prompt and answer; 0: the model's own limit, if memory allows."""
+    max_sequences: int = 0
+    """Sequences that are computed at the same time; more wait; 0: 4."""
+    record_logits: str = ""
+    """For tests: append the logits of every step to this file."""
+    direct_io: Literal["auto", "on", "off"] = "auto"
+    """Whether experts are read past the page cache."""
+    heartbeat_s: float = 1.0
+    """Seconds between heartbeats."""
+    drain_s: float = 30.0
+    """Seconds that running requests get to finish when the group stops."""
+    stall_s: float = 300.0
+    """Seconds one stage of a service may last before the group calls it stalled; reading from a slow disk is no stall."""
+
+
+class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A running group, complete: every process of it reads exactly this."""
+
+    run_id: str
+    run_dir: str
+    model_dir: str
+    host: str
+    port: int
+    ram_bytes: int
+    n_slots: int
+    slot_bytes: int
+    n_threads: int
+    kv_dtype: Literal["f32", "bf16"]
+    prefill_chunk: int
+    pilot: Literal["on", "off", "random"]
+    n_drafts: int
+    max_sequences: int
+    max_context: int
+    n_kv_blocks: int
+    n_frames: int
+    logit_rows: int
+    record_logits: str | None = None
+    model_name: str = ""
+    """The name under which the API offers the model."""
+    fingerprint: str = ""
+    """Of the container: KV blocks and slots of another model are never reused."""
+    heartbeat_s: float = 1.0
+    drain_s: float = 30.0
+    stall_s: float = 300.0
+    direct_io: Literal["auto", "on", "off"] = "auto"
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
+_FACTORS = {"K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def parse_bytes(text: str | int, key: str) -> int:
+    """``"12G"``, ``"1.5GiB"``, ``"800M"`` or a number of bytes; K, M, G, T are powers of 1024."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        raise ConfigError(f"{key}: {text!r} is not a size; write a number of bytes or for example 12G, 800M")
+    return int(float(match[1]) * (1 << _FACTORS[match[2].upper()] if match[2] else 1))
+
+
+def parse_draft(text: str | int) -> str | int:
+    """``auto``, ``off`` or a number of tokens."""
+    if isinstance(text, str) and text not in ("auto", "off"):
+        if not text.isdecimal():
+            raise ConfigError(f"draft: {text!r} is neither auto, off nor a number of tokens")
+        return int(text)
+    return text
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "port": (0, 65535),
+    "ram_bytes": (0, 1 << 60),
+    "slots": (0, 1 << 24),
+    "threads": (0, 1024),
+    "prefill_chunk": (0, 1 << 16),
+    "draft": (0, 8),
+    "max_context": (0, 1 << 24),
+    "max_sequences": (0, 256),
+    "heartbeat_s": (0.05, 60),
+    "drain_s": (0, 3600),
+    "stall_s": (1, 86400),
+}
+
+
+def load_settings(toml_path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
+    """The TOML file, then ``overrides`` (None values mean: not given). ConfigError names the key and what is allowed."""
+    values: dict[str, Any] = {}
+    if toml_path is not None:
+        try:
+            values = tomllib.loads(Path(toml_path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"configuration file {toml_path}: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"configuration file {toml_path}: not valid TOML: {error}") from None
+    values |= {key: value for key, value in (overrides or {}).items() if value is not None}
+    if "ram" in values:
+        values["ram_bytes"] = parse_bytes(values.pop("ram"), "ram")
+    if "draft" in values:
+        values["draft"] = parse_draft(values["draft"])
+    allowed = [("ram" if name == "ram_bytes" else name) for name in Settings.__struct_fields__]
+    for key in values:
+        if key not in Settings.__struct_fields__:
+            raise ConfigError(f"unknown setting {key!r}; the settings are: {', '.join(allowed)}")
+    try:
+        settings = msgspec.convert(values, Settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"settings: {_in_our_words(str(error))}") from None
+    for key, (low, high) in _RANGES.items():
+        value = getattr(settings, key)
+        if isinstance(value, (int, float)) and not low <= value <= high:
+            raise ConfigError(f"{key} = {value}: allowed are {low:g} to {high:g}")
+    return settings
+
+
+def _in_our_words(text: str) -> str:
+    """msgspec's sentence, with the key in front and the allowed values of an enumeration."""
+    match = re.fullmatch(r"(.*) - at `\$\.(\w+)`", text)
+    if match is None:
+        return text
+    problem, key = match.groups()
+    hint = Settings.__annotations__.get(key, "")
+    choices = re.findall(r'"(\w+)"', hint)
+    allowed = f"; allowed are {', '.join(choices)}{' or a number' if 'int' in hint else ''}" if choices else ""
+    return f"{key}: {problem}{allowed}"
+
+
+def usable_cpus() -> int:
+    """CPUs this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def freeze(config: GroupConfig, path: Path) -> None:
+    """Writes the configuration, readable by the user alone, at once or not at all."""
+    new = path.with_name(path.name + ".new")
+    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(config), indent=1) + b"\n")
+    new.replace(path)
+
+
+def load_frozen(path: str | Path) -> GroupConfig:
+    """The configuration of a running group. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=GroupConfig)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; is the group still running?") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} was not written by this version of colibri-up: {error}") from None

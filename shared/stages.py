@@ -1,0 +1,191 @@
+"""Where the time of a step goes: stage names, the additive timer that writes rows into a frame, and the trace ring.
+
+Every engine service times its own work. A nested stage is cut out of the enclosing one, so the rows of one service never
+overlap and add up to the time between its first ``begin`` and its last ``end``. Times are CLOCK_MONOTONIC nanoseconds, one
+clock for all processes of a host. Imports the standard library alone, until a ``TraceRing`` is made.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Stage(IntEnum):
+    """What a row measured. The numbers are in trace files: append, never renumber."""
+
+    OTHER = 0
+    # attention
+    EMBED = 1
+    ATTENTION = 2
+    DENSE_FFN = 3
+    HEAD = 4
+    MIXED_WAIT = 5
+    """attention or drafter waits for the experts of a layer"""
+    # router
+    PLAN = 6
+    GATE = 7
+    PILOT = 8
+    SAMPLE = 9
+    STEP = 10
+    """the whole step as the router sees it, from its plan to its tokens; not additive"""
+    # expert_io
+    SHARED_FFN = 11
+    EXPERT_FFN = 12
+    REDUCE = 13
+    IO_WAIT = 14
+    """expert_io has nothing resident to compute with and waits for reads"""
+    IO_READ = 15
+    """storage is busy with one expert; overlaps with everything, not additive"""
+    GATE_WAIT = 16
+    """expert_io has the hidden rows and waits for the gate"""
+    # drafter
+    DRAFT = 17
+    DRAFT_WAIT = 18
+    """the drafter waits for embedding, head or experts"""
+    GRAMMAR = 19
+
+
+ADDITIVE: frozenset[Stage] = frozenset(Stage) - {Stage.STEP, Stage.IO_READ}
+"""Stages whose rows of one service never overlap."""
+
+COMPUTE: frozenset[Stage] = ADDITIVE - {Stage.MIXED_WAIT, Stage.IO_WAIT, Stage.GATE_WAIT, Stage.DRAFT_WAIT}
+
+ROW = struct.Struct("<qqqqii")
+"""One ``cb_stage``: start_ns, end_ns, bytes, step, stage, layer."""
+NO_LAYER = -1
+
+
+class StageTimer:
+    """Writes the stage rows of one service into its block of a frame.
+
+    ``rows``: the service's ``cb_stage`` block, any writable buffer (``frame.stage[service]``); ``count``: its i64[8] cells
+    (``frame.stage_count[service]``): [0] rows written, [1] rows that found no room. One writer; readers wait for a message.
+    """
+
+    __slots__ = ("_bytes", "_capacity", "_count", "_n", "_stack")
+
+    def __init__(self, rows: Any = None, count: Any = None) -> None:
+        self._stack: list[list[int]] = []
+        self._n = 0
+        if rows is not None:
+            self.bind(rows, count)
+
+    def bind(self, rows: Any, count: Any) -> None:
+        """Goes on in another frame, from its row 0. Stages still open are forgotten."""
+        self._bytes = memoryview(rows).cast("B")
+        self._capacity = self._bytes.nbytes // ROW.size
+        self._count = count
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts again at row 0, for a new step in this frame."""
+        self._stack.clear()
+        self._n = 0
+        self._count[0] = 0
+        self._count[1] = 0
+
+    @property
+    def n_rows(self) -> int:
+        return self._n
+
+    def begin(self, step: int, layer: int, stage: int) -> None:
+        """Opens a stage; the enclosing one pauses. ``layer`` -1 = none."""
+        now = time.monotonic_ns()
+        if self._stack:
+            outer = self._stack[-1]
+            self._write(outer, now, 0)
+        self._stack.append([now, step, layer, stage])
+
+    def end(self, n_bytes: int = 0) -> int:
+        """Closes the innermost stage; the enclosing one goes on. Returns the end in ns."""
+        now = time.monotonic_ns()
+        self._write(self._stack.pop(), now, n_bytes)
+        if self._stack:
+            self._stack[-1][0] = now
+        return now
+
+    def add(self, step: int, layer: int, stage: int, start_ns: int, end_ns: int, n_bytes: int = 0) -> None:
+        """A row measured elsewhere (a read, a whole step); takes no part in nesting."""
+        self._write([start_ns, step, layer, stage], end_ns, n_bytes)
+
+    def _write(self, opened: list[int], end_ns: int, n_bytes: int) -> None:
+        start_ns, step, layer, stage = opened
+        if end_ns <= start_ns and not n_bytes:
+            return
+        n = self._n
+        if n >= self._capacity:
+            self._count[1] += 1
+            return
+        ROW.pack_into(self._bytes, n * 40, start_ns, end_ns, n_bytes, step, stage, layer)
+        self._n = n + 1
+        self._count[0] = n + 1
+
+
+class TraceRing:
+    """Segment ``trace``: the last rows of all services. The router appends finished steps, tools read without stopping it.
+
+    Bytes: i64 rows ever written, i64 capacity, padding to 64, then rows of ``dtype``. A reader copies rows and then looks at
+    the count again: what was overwritten meanwhile is dropped from its copy and reported as lost.
+    """
+
+    HEAD_BYTES = 64
+
+    def __init__(self, buf: Any) -> None:
+        import numpy as np
+
+        self.dtype = np.dtype(
+            [
+                ("start_ns", "<i8"),
+                ("end_ns", "<i8"),
+                ("bytes", "<i8"),
+                ("step", "<i8"),
+                ("stage", "<i4"),
+                ("layer", "<i4"),
+                ("service", "<i4"),
+                ("reserved", "<i4"),
+            ]
+        )
+        n_bytes = memoryview(buf).nbytes
+        self.capacity = (n_bytes - self.HEAD_BYTES) // self.dtype.itemsize
+        self._head = np.frombuffer(buf, dtype="<i8", count=2)
+        self._rows = np.frombuffer(buf, dtype=self.dtype, count=self.capacity, offset=self.HEAD_BYTES)
+
+    @property
+    def n_written(self) -> int:
+        """Rows ever written."""
+        return int(self._head[0])
+
+    def append(self, service: int, rows: np.ndarray) -> None:
+        """Adds ``rows`` (of ``native.frame.STAGE_DTYPE`` or ``dtype``) of one service."""
+        import numpy as np
+
+        n = min(len(rows), self.capacity)
+        if not n:
+            return
+        written = int(self._head[0])
+        at = np.arange(written, written + n) % self.capacity
+        block = np.zeros(n, self.dtype)
+        for name in ("start_ns", "end_ns", "bytes", "step", "stage", "layer"):
+            block[name] = rows[name][:n]
+        block["service"] = service
+        self._rows[at] = block
+        self._head[1] = self.capacity
+        self._head[0] = written + n
+
+    def read_since(self, count: int) -> tuple[int, np.ndarray, int]:
+        """(new count, copy of the rows written after ``count``, rows lost because the ring went round)."""
+        import numpy as np
+
+        written = int(self._head[0])
+        first = max(count, written - self.capacity)
+        rows = self._rows[np.arange(first, written) % self.capacity].copy() if written > first else self._rows[:0].copy()
+        overwritten = max(0, int(self._head[0]) - self.capacity - first)
+        if overwritten:
+            rows = rows[overwritten:]
+        return written, rows, first - count + overwritten
