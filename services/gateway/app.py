@@ -144,7 +144,6 @@ class Generate:
     ) -> RequestDone:
         ticket = self._engine.begin(wanted.submit)
         watcher = asyncio.create_task(stream.watch_client(receive, ticket))
-        reason = "client_gone"
         try:
             accepted = await stream.await_accepted(ticket)
             shape = shape_of(wanted, model, int(time.time()))
@@ -153,7 +152,7 @@ class Generate:
             return await stream.send_whole(send, ticket, shape, accepted, headers)
         finally:
             watcher.cancel()
-            self._engine.leave(ticket, reason)
+            self._engine.leave(ticket, "client_gone")
 
 
 async def read_body(scope: Any, receive: Receive) -> bytes:
