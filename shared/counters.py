@@ -55,6 +55,8 @@ CELLS: dict[str, tuple[str, ...]] = {
         "slots",
         "resident",
         "bytes_loaded",
+        "pilot_reads",
+        "read_errors",
     ),
     DRAFTER: ("drafts", "tokens", "rows"),
 }

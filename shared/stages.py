@@ -12,6 +12,8 @@ import time
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+from shared.endpoints import SERVICES
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -49,6 +51,18 @@ class Stage(IntEnum):
     DRAFT_WAIT = 18
     """the drafter waits for embedding, head or experts"""
     GRAMMAR = 19
+    UNION = 20
+    """expert_io sorts rows by expert, looks at its slots and issues reads"""
+    STREAM = 21
+    """router hands new tokens to the gateway"""
+
+
+class StepKind(IntEnum):
+    """What a STEP row was about; stands in its ``layer``. Its ``bytes`` are the number of rows."""
+
+    DECODE = 0
+    PREFILL = 1
+    DRAFT = 2
 
 
 ADDITIVE: frozenset[Stage] = frozenset(Stage) - {Stage.STEP, Stage.IO_READ}
@@ -125,6 +139,58 @@ class StageTimer:
         ROW.pack_into(self._bytes, n * 40, start_ns, end_ns, n_bytes, step, stage, layer)
         self._n = n + 1
         self._count[0] = n + 1
+
+
+class StepTimer(StageTimer):
+    """A service's timer that follows the steps from frame to frame.
+
+    Usage: ``begin_step(frame, step)`` at the first sign of a step, then ``with timer.stage(Stage.GATE, layer): ...``.
+    """
+
+    __slots__ = ("_bound", "_nesting", "_service_idx", "step")
+
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service_idx = SERVICES.index(service)
+        self._bound: tuple[int, int] | None = None
+        self._nesting = _StageBlock(self)
+        self.step = 0
+
+    def begin_step(self, frame: Any, step: int) -> None:
+        """Writes into ``frame`` (shared.frame.Frame) from now on, from its row 0 when the step is new there."""
+        if self._bound != (id(frame), step):
+            idx = self._service_idx
+            self.bind(frame.stage[idx].view("u1"), frame.stage_count[idx])
+            self._bound = (id(frame), step)
+            self.step = step
+
+    def stage(self, stage: int, layer: int = NO_LAYER) -> _StageBlock:
+        """A context manager; set its ``n_bytes`` inside."""
+        self.begin(self.step, layer, stage)
+        return self._nesting
+
+    def record(self, stage: int, layer: int, start_ns: int, end_ns: int, n_bytes: int = 0) -> None:
+        """A row of the current step that was measured elsewhere."""
+        if self._bound:
+            self.add(self.step, layer, stage, start_ns, end_ns, n_bytes)
+
+
+class _StageBlock:
+    """Closes the innermost stage of its timer; one object serves all, since stages nest strictly."""
+
+    __slots__ = ("_timer", "n_bytes")
+
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
+        self.n_bytes = 0
+
+    def __enter__(self) -> _StageBlock:
+        self.n_bytes = 0
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._timer.end(self.n_bytes)
+        self.n_bytes = 0
 
 
 class TraceRing:

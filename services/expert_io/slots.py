@@ -7,7 +7,6 @@ Victims are chosen by frequency with decay, then by age: a layer scan, which dec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -56,8 +55,9 @@ class SlotTable:
         return self._heat.get(key, 0.0)
 
     @property
-    def n_resident(self) -> int:
-        return sum(slot.state is SlotState.RESIDENT for slot in self.slots)
+    def n_used(self) -> int:
+        """Slots that hold or load an expert."""
+        return len(self.slots) - len(self._free)
 
     def tick(self) -> None:
         """One layer was visited."""
@@ -118,9 +118,6 @@ class SlotTable:
     def guesses_in_flight(self) -> list[Slot]:
         """Slots that load on a hint, least promising (oldest) first."""
         return [s for s in self.slots if s.state is SlotState.LOADING and s.is_guess and not s.is_doomed]
-
-    def keys_by_heat(self, keys: Iterable[Key]) -> list[Key]:
-        return sorted(keys, key=lambda k: (-self.heat(k), k))
 
     def _forget(self, slot: Slot) -> None:
         if slot.key is not None:

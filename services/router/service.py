@@ -24,6 +24,7 @@ from services.router.sequences import SamplingParams, Sequence, TextStream
 from services.router.tokenizer import ModelTokenizer
 from shared.container.reader import Container
 from shared.counters import Counters
+from shared.endpoints import SERVICES
 from shared.errors import Refused
 from shared.frame import Frame, FrameSet, frame_dims
 from shared.kv_layout import KV_BLOCK
@@ -35,7 +36,7 @@ from shared.messages.gateway import RequestAccepted, RequestDone, RequestRefused
 from shared.messages.layer import HiddenReady, LayerFailed
 from shared.messages.router import Abort, DraftReady, LogitsReady, Submit
 from shared.segments import Segment
-from shared.stages import Stage, StageTimer, TraceRing
+from shared.stages import Stage, StepKind, StepTimer, TraceRing
 
 MAIN_FRAME = 0
 DRAFT_FRAME = 1
@@ -82,7 +83,7 @@ class RouterService(Service):
         self._counters_segment = Segment.attach(config.run_id, "counters")
         self._counters = Counters(self._counters_segment.buf, "router")
         main = self._frames.frame(MAIN_FRAME)
-        self._timer = StageTimer("router")
+        self._timer = StepTimer("router")
         self._recorder = LogitRecorder(Path(config.record_logits)) if config.record_logits else None
         self._scheduler = Scheduler(
             n_blocks=config.n_kv_blocks, max_sequences=config.max_sequences, prefill_chunk=config.prefill_chunk,
@@ -153,6 +154,10 @@ class RouterService(Service):
         """A peer of the ring is gone: what is in flight can't finish; it runs again when the group is ready."""
         if service == "drafter":
             self.group_changed(self._is_group_ready, False)
+        elif service == "gateway":
+            for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
+                self._abort(sequence, "the gateway is gone")
+            self._pump()
         elif service in ("attention", "expert_io"):
             self.group_changed(False, self._is_drafter_ready)
 
@@ -244,9 +249,12 @@ class RouterService(Service):
 
     def _on_abort(self, msg: Abort) -> None:
         sequence = self._scheduler.find(msg.request)
-        if sequence is None:
-            return
-        self._ctx.log.info("request_aborted", request=msg.request, reason=msg.reason)
+        if sequence:
+            self._abort(sequence, msg.reason)
+            self._pump()
+
+    def _abort(self, sequence: Sequence, reason: str) -> None:
+        self._ctx.log.info("request_aborted", request=sequence.request, reason=reason)
         sequence.finish_reason = "abort"
         self._done(sequence, "")
         self._scheduler.remove(sequence)
@@ -254,7 +262,6 @@ class RouterService(Service):
         if flight and not any(span.sequence in self._scheduler.running for span in flight.plan.spans):
             # Nobody waits for this step: the ring leaves it between layers.
             self._end_flight()
-        self._pump()
 
     def _on_failed(self, msg: LayerFailed) -> None:
         flight = self._flight
@@ -388,7 +395,7 @@ class RouterService(Service):
             return
         self._counters.add("tokens", len(advance.new_tokens))
         if advance.span.n_rows > 1 and not advance.span.is_prefill:
-            self._counters.add("drafts", advance.span.n_rows - 1)
+            self._counters.add("drafted", advance.span.n_rows - 1)
             self._counters.add("accepted", len(advance.new_tokens) - 1)
         if advance.new_tokens:
             logprobs = ()
@@ -488,9 +495,16 @@ class RouterService(Service):
         self._pump()
 
     def _finish_trace(self, frame: Frame, flight: StepInFlight) -> None:
-        self._trace.append_step(frame, flight.step, flight.n_steps, flight.start_ns, time.monotonic_ns(),
-                                n_rows=flight.plan.n_rows, is_draft=flight.frame == DRAFT_FRAME,
-                                is_prefill=flight.plan.is_prefill)  # fmt: skip
+        """Gather every service's stage rows of a finished step, and the whole step as one row."""
+        kind = StepKind.DECODE
+        if flight.frame == DRAFT_FRAME:
+            kind = StepKind.DRAFT
+        elif flight.plan.is_prefill:
+            kind = StepKind.PREFILL
+        self._timer.record(Stage.STEP, kind, flight.start_ns, time.monotonic_ns(), flight.plan.n_rows)
+        for idx, service in enumerate(SERVICES):
+            rows = frame.stage_rows(service)
+            self._trace.append(idx, rows[(rows["step"] >= flight.step) & (rows["step"] < flight.step + flight.n_steps)])
 
     def _flush(self) -> None:
         if self._recorder:
