@@ -1,0 +1,339 @@
+"""expert_io's shell: layers asked for, experts read and run, the mixed rows handed on.
+
+Owns one layer visit at a time (a step is at one layer). Between two pieces of work it looks at its messages, so a gate
+result that arrives while the shared expert runs has its reads started at once.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from native.kernels import ExpertJobs, Ffn, expert_reduce, ffn_forward
+from native.library import Pool, dispatch_text
+from services.expert_io.layer_run import LayerRun, ReadOrder
+from services.expert_io.slots import Slot, SlotState, SlotTable
+from services.expert_io.store import ExpertStore, ReadFault
+from shared.container.reader import Container, Tensor
+from shared.counters import Counters
+from shared.frame import Frame, FrameSet, frame_dims
+from shared.layer_weights import ffn_of
+from shared.lifecycle import Service, ServiceContext
+from shared.messages.attention import StepAbandoned
+from shared.messages.expert_io import ExpertsWanted, PilotHint
+from shared.messages.layer import HiddenReady, LayerFailed, Mixed
+from shared.segments import Segment
+from shared.stages import Stage, StepTimer
+
+# One native call takes at most this many (row, expert) pairs, so that messages and reads are looked at in between.
+PAIRS_PER_CALL = 256
+SHARED_ROWS_PER_CALL = 128
+# Guesses hold at most this share of the slots at a time while they load.
+GUESS_SHARE = 0.25
+
+
+@dataclass
+class Visit:
+    """One layer of one step, from HiddenReady to Mixed."""
+
+    step: int
+    layer: int
+    frame_number: int
+    n_rows: int
+    sender: str
+    n_shared_done: int = 0
+    run: LayerRun | None = None
+    rows_of: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = field(default_factory=dict)
+    failed_rows: dict[int, ReadFault] = field(default_factory=dict)
+    wait_start_ns: int = 0
+
+
+class ExpertIoService(Service):
+    """See the module docstring."""
+
+    name = "expert_io"
+    receives = (HiddenReady, ExpertsWanted, PilotHint, StepAbandoned)
+
+    def load(self, ctx: ServiceContext) -> dict[str, str]:
+        self._ctx = ctx
+        config = ctx.config
+        container = Container.open(Path(config.model_dir))
+        self._spec = spec = container.spec
+        self._pool = Pool(config.n_threads)
+        self._layers = tuple(layer for layer in spec.moe_layers if layer < spec.n_layers or config.n_drafts)
+        ctx.set_stage("load shared experts")
+        prefixes = {layer: f"model.layers.{layer}.mlp.shared_experts." for layer in self._layers}
+        starts = tuple(prefixes.values())
+        self._tensors: dict[str, Tensor] = container.read_dense(lambda name: name.startswith(starts))
+        self._shared: dict[int, Ffn] = {}
+        if spec.n_shared:
+            self._shared = {layer: ffn_of(self._tensors, prefix) for layer, prefix in prefixes.items()}
+        ctx.set_stage("allocate slots")
+        self._table = SlotTable(config.n_slots, half_life=64 * max(1, len(self._layers)))
+        self._store = ExpertStore(container, self._layers, config.n_slots, config.slot_bytes, config.direct_io)
+        ctx.bus.add_fd(self._store.reader.fd, self._on_reads)
+        self._frames_segment = Segment.attach(config.run_id, "frames")
+        self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
+        self._counters_segment = Segment.attach(config.run_id, "counters")
+        self._counters = Counters(self._counters_segment.buf, "expert_io")
+        self._timer = StepTimer("expert_io")
+        n_rows = len(self._frames.frame(0).token)
+        self._parts = np.empty((n_rows * spec.gate_k, spec.hidden), np.float32)
+        self._shared_out = np.zeros((n_rows, spec.hidden), np.float32)
+        self._order = np.tile(np.arange(spec.gate_k, dtype=np.int32), (n_rows, 1))
+        self._jobs = ExpertJobs(max(spec.n_experts, 1), n_rows * spec.gate_k)
+        self._visit: Visit | None = None
+        self._early: ExpertsWanted | None = None
+        self._counters.set("slots", config.n_slots)
+        return {
+            "kernels": dispatch_text(),
+            "slots": str(config.n_slots),
+            "reads": "direct" if self._store.is_direct else "buffered",
+        }
+
+    def close(self) -> None:
+        self._store.close()
+        self._pool.close()
+        self._frames_segment.close()
+        self._counters_segment.close()
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def handle(self, msg: Any, sender: str) -> None:
+        if isinstance(msg, HiddenReady):
+            self._begin(msg, sender)
+        elif isinstance(msg, ExpertsWanted):
+            self._on_wanted(msg)
+        elif isinstance(msg, PilotHint):
+            self._on_hint(msg)
+        elif isinstance(msg, StepAbandoned) and self._visit and self._visit.step < msg.before:
+            self._abandon()
+
+    def _begin(self, msg: HiddenReady, sender: str) -> None:
+        if self._visit:
+            if msg.step < self._visit.step:
+                return
+            self._abandon()
+        self._visit = Visit(msg.step, msg.layer, msg.frame, msg.n_rows, sender)
+        self._timer.begin_step(self._frame(self._visit), msg.step)
+        early, self._early = self._early, None
+        if early and (early.step, early.layer) == (msg.step, msg.layer):
+            self._on_wanted(early)
+
+    def _on_wanted(self, msg: ExpertsWanted) -> None:
+        visit = self._visit
+        if visit is None or (msg.step, msg.layer) > (visit.step, visit.layer):
+            self._early = msg  # the router was faster than attention's own message
+            return
+        if (msg.step, msg.layer) != (visit.step, visit.layer) or visit.run:
+            return
+        frame = self._frame(visit)
+        with self._timer.stage(Stage.UNION, visit.layer):
+            experts = self._batch_union(visit, frame.gate_id[: visit.n_rows])
+            visit.run = LayerRun(visit.step, visit.layer, experts, self._table)
+            promote, orders = visit.run.start()
+            for slot in promote:
+                self._store.promote(slot)
+            self._cancel_wrong_guesses(visit.layer)
+            self._issue(orders)
+            counters = visit.run.counters
+            self._counters.add("hits", counters.hits)
+            self._counters.add("late_hits", counters.late_hits)
+            self._counters.add("misses", counters.misses)
+            self._counters.add("pilot_useful", counters.useful_guesses)
+
+    def _batch_union(self, visit: Visit, gate_id: NDArray[np.int32]) -> list[int]:
+        """The distinct experts, ascending; fills ``rows_of``: expert -> (rows, places in parts)."""
+        flat = gate_id.ravel()
+        if len(flat) == self._spec.gate_k:  # one row: ids are distinct and ascending already
+            experts = flat.tolist()
+            row = np.zeros(1, np.int32)
+            for place, expert in enumerate(experts):
+                visit.rows_of[expert] = (row, np.array([place], np.int32))
+            return list(experts)
+        places = np.argsort(flat, kind="stable").astype(np.int32)
+        ordered = flat[places]
+        experts, starts = np.unique(ordered, return_index=True)
+        ends = np.append(starts[1:], len(flat))
+        rows = places // self._spec.gate_k
+        for expert, start, end in zip(experts.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            visit.rows_of[expert] = (rows[start:end], places[start:end])
+        return list(experts.tolist())
+
+    def _issue(self, orders: list[ReadOrder]) -> None:
+        for order in orders:
+            self._store.start_read(order.slot, speculative=False)
+
+    # -- guesses ---------------------------------------------------------------------------------------------
+
+    def _on_hint(self, msg: PilotHint) -> None:
+        if msg.layer not in self._layers:
+            return
+        room = int(len(self._table.slots) * GUESS_SHARE) - len(self._table.guesses_in_flight())
+        for expert in msg.experts:
+            key = (msg.layer, expert)
+            if room <= 0:
+                break
+            if expert >= self._spec.n_experts or self._table.find(key):
+                continue
+            slot = self._table.acquire(key, is_guess=True)
+            if slot is None:
+                break
+            self._store.start_read(slot, speculative=True)
+            self._counters.add("pilot_reads", 1)
+            room -= 1
+
+    def _cancel_wrong_guesses(self, layer: int) -> None:
+        for slot in self._table.guesses_in_flight():
+            if slot.key and slot.key[0] == layer:
+                self._doom(slot)
+
+    def _doom(self, slot: Slot) -> None:
+        self._table.doom(slot)
+        self._store.cancel(slot)
+        self._counters.add("pilot_wasted", 1)
+
+    # -- work ------------------------------------------------------------------------------------------------
+
+    def work(self) -> bool:
+        """One piece of work; True while there is more that needs no event."""
+        visit = self._visit
+        if visit is None:
+            return False
+        run = visit.run
+        if run is None:
+            return self._run_shared(visit)
+        if run.has_ready:
+            self._end_wait(visit)
+            self._run_ready(visit, run)
+            return True
+        if self._run_shared(visit):
+            return True
+        if run.is_done:
+            self._end_wait(visit)
+            self._reduce(visit)
+            return False
+        if run.is_starved:
+            guesses = self._table.guesses_in_flight()
+            for slot in guesses:
+                self._doom(slot)
+        if not visit.wait_start_ns:
+            visit.wait_start_ns = time.monotonic_ns()
+        return False
+
+    def _end_wait(self, visit: Visit) -> None:
+        if visit.wait_start_ns:
+            self._timer.record(Stage.IO_WAIT, visit.layer, visit.wait_start_ns, time.monotonic_ns())
+            self._counters.add("io_wait_ns", time.monotonic_ns() - visit.wait_start_ns)
+            visit.wait_start_ns = 0
+
+    def _run_shared(self, visit: Visit) -> bool:
+        """A part of the shared expert's rows. True when it did something."""
+        ffn = self._shared.get(visit.layer)
+        if ffn is None or visit.n_shared_done == visit.n_rows:
+            return False
+        self._end_wait(visit)
+        rows = slice(visit.n_shared_done, min(visit.n_rows, visit.n_shared_done + SHARED_ROWS_PER_CALL))
+        with self._timer.stage(Stage.SHARED_FFN, visit.layer):
+            ffn_forward(self._pool, ffn, self._frame(visit).hidden[rows], self._shared_out[rows], add=False)
+        visit.n_shared_done = rows.stop
+        return True
+
+    def _run_ready(self, visit: Visit, run: LayerRun) -> None:
+        """Experts that lie in slots, as many as one native call should take."""
+        taken: list[int] = []
+        n_pairs = 0
+        self._jobs.clear()
+        with self._timer.stage(Stage.EXPERT_FFN, visit.layer) as stage:
+            while n_pairs < PAIRS_PER_CALL:
+                ready = run.take_ready(1)
+                if not ready:
+                    break
+                expert, slot = ready[0]
+                rows, places = visit.rows_of[expert]
+                self._jobs.add(self._store.ffn(slot), rows, places)
+                taken.append(expert)
+                n_pairs += len(rows)
+            self._jobs.run(self._pool, self._frame(visit).hidden, self._parts)
+            stage.n_bytes = len(taken) * self._store.slot_bytes
+        self._counters.add("expert_runs", len(taken))
+        self._counters.add("expert_rows", n_pairs)
+        run.computed(taken)
+        self._issue(run.more_reads())
+
+    def _reduce(self, visit: Visit) -> None:
+        frame = self._frame(visit)
+        n = visit.n_rows
+        for row in visit.failed_rows:
+            self._parts[row * self._spec.gate_k : (row + 1) * self._spec.gate_k] = 0.0
+        with self._timer.stage(Stage.REDUCE, visit.layer):
+            bad = expert_reduce(
+                self._pool, self._parts, frame.gate_weight[:n], self._order[:n],
+                self._shared_out[:n] if self._shared else None, frame.mixed[:n],
+            )  # fmt: skip
+        if bad >= 0:
+            self._report_non_finite(visit, frame)
+        for row, fault in visit.failed_rows.items():
+            self._ctx.bus.post("router", LayerFailed(visit.step, visit.layer, row, fault.code, fault.message))
+        self._visit = None
+        self._ctx.bus.post(visit.sender, Mixed(visit.step, visit.layer, visit.frame_number))
+        counters = self._store.reader.counters()
+        self._counters.set("bytes_demand", counters.bytes_demand)
+        self._counters.set("bytes_speculative", counters.bytes_speculative)
+        self._counters.set("reads", counters.n_reads)
+        self._counters.set("retries", counters.n_retries)
+        self._counters.set("io_busy_ns", counters.busy_ns)
+        self._counters.set("evictions", self._table.n_evicted)
+        self._counters.set("resident", self._table.n_used)
+
+    def _report_non_finite(self, visit: Visit, frame: Frame) -> None:
+        """Name the expert whose output is not finite and stop it from spreading."""
+        n, k = visit.n_rows, self._spec.gate_k
+        for row in np.flatnonzero(~np.isfinite(frame.mixed[:n]).all(axis=1)).tolist():
+            parts = self._parts[row * k : (row + 1) * k]
+            culprits = np.flatnonzero(~np.isfinite(parts).all(axis=1))
+            who = f"expert {int(frame.gate_id[row, culprits[0]])}" if len(culprits) else "the shared expert or the sum"
+            frame.mixed[row] = 0.0
+            visit.failed_rows.setdefault(row, ReadFault(
+                (visit.layer, -1), "non_finite",
+                f"The output of {who} in layer {visit.layer} is not finite for one row. The request was ended; others go on.",
+            ))  # fmt: skip
+
+    def _abandon(self) -> None:
+        visit, self._visit = self._visit, None
+        if visit and visit.run:
+            visit.run.abandon()
+
+    # -- reads -----------------------------------------------------------------------------------------------
+
+    def _on_reads(self) -> None:
+        for slot, done, fault in self._store.finished():
+            visit = self._visit
+            self._timer.record(Stage.IO_READ, slot.key[0] if slot.key else -1, done.start_ns, done.end_ns, done.bytes)
+            if slot.is_doomed or done.cancelled:
+                self._table.release(slot)
+            elif fault is None:
+                self._table.loaded(slot)
+                if visit and visit.run and slot.key:
+                    visit.run.arrived(slot.key)
+            else:
+                self._read_failed(visit, slot, fault)
+            if visit and visit.run:
+                self._issue(visit.run.more_reads())
+
+    def _read_failed(self, visit: Visit | None, slot: Slot, fault: ReadFault) -> None:
+        self._counters.add("read_errors", 1)
+        self._ctx.log.error("expert_read_failed", layer=fault.key[0], expert=fault.key[1], reason=fault.message)
+        if visit and visit.run and visit.run.failed(fault.key):
+            for row in visit.rows_of[fault.key[1]][0].tolist():
+                visit.failed_rows.setdefault(row, fault)
+        assert slot.state is SlotState.LOADING
+        self._table.release(slot)
+
+    def _frame(self, visit: Visit) -> Frame:
+        return self._frames.frame(visit.frame_number)
