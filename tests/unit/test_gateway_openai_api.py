@@ -1,0 +1,329 @@
+"""What a request body may say, and how answers look; no sockets."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from services.gateway.openai_api import ApiError, MAX_DEPTH, NEUTRAL_ONLY, parse_chat, parse_completion, shape_of, token_key
+from shared.messages.gateway import RequestAccepted, RequestDone, TokenLogprob, TokenOut
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def chat(**fields: Any):
+    return parse_chat(json.dumps({"messages": HELLO, **fields}).encode(), "id")
+
+
+def completion(**fields: Any):
+    return parse_completion(json.dumps({"prompt": "x", **fields}).encode(), "id")
+
+
+def refused(parse, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(**fields)
+    assert caught.value.status == 400
+    body = json.loads(caught.value.body())
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return caught.value
+
+
+def test_defaults() -> None:
+    wanted = chat()
+    submit = wanted.submit
+    assert (submit.sampling.temperature, submit.sampling.top_p, submit.max_tokens) == (1.0, 1.0, None)
+    assert (submit.stop, submit.n_logprobs, submit.ignore_eos, wanted.stream) == ((), None, False, False)
+    assert json.loads(submit.messages_json or b"") == HELLO
+    assert submit.prompt is None
+    assert submit.prompt_ids is None
+
+
+def test_null_is_the_same_as_absent() -> None:
+    fields = ["stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop"]
+    fields += ["logprobs", "top_logprobs", "ignore_eos", "return_token_ids", "chat_template_kwargs", "model", "tools", "n"]
+    nulls = dict.fromkeys(fields)
+    assert chat(**nulls | {"seed": 1}) == chat(seed=1)
+    assert 0 <= chat(**nulls).submit.sampling.seed < 1 << 53
+
+
+def test_a_seed_is_drawn_and_differs() -> None:
+    seeds = {chat().submit.sampling.seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(0 <= seed < 1 << 53 for seed in seeds)
+
+
+@pytest.mark.parametrize(("given", "used"), [(0, 0), (7, 7), (-1, (1 << 64) - 1), ((1 << 64) - 1, (1 << 64) - 1)])
+def test_seeds(given: int, used: int) -> None:
+    assert chat(seed=given).submit.sampling.seed == used
+
+
+@pytest.mark.parametrize("seed", [1 << 64, -(1 << 63) - 1, "7", 1.5, True])
+def test_seeds_refused(seed: Any) -> None:
+    assert refused(chat, seed=seed).param == "seed"
+
+
+@pytest.mark.parametrize(
+    ("stop", "used"),
+    [(None, ()), ([], ()), ("a", ("a",)), (["a", "b", "c", "d"], ("a", "b", "c", "d")), (["a", "a"], ("a",))],
+)
+def test_stop_values(stop: Any, used: tuple[str, ...]) -> None:
+    assert chat(stop=stop).submit.stop == used
+    assert completion(stop=stop).submit.stop == used
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""], ["a", "b", "c", "d", "e"], 7, [7], {"a": 1}, True, ["x" * 2000]])
+def test_stop_values_refused(stop: Any) -> None:
+    assert refused(chat, stop=stop).param == "stop"
+    assert refused(completion, stop=stop).param == "stop"
+
+
+@pytest.mark.parametrize("value", [0, -1, "1", 1.5, True, [1]])
+def test_max_tokens_refused(value: Any) -> None:
+    assert refused(chat, max_tokens=value).param == "max_tokens"
+    assert refused(completion, max_tokens=value).param == "max_tokens"
+    assert refused(chat, max_completion_tokens=value).param == "max_completion_tokens"
+
+
+def test_max_tokens() -> None:
+    assert chat(max_tokens=1).submit.max_tokens == 1
+    assert chat(max_tokens=5, max_completion_tokens=3).submit.max_tokens == 3
+    assert chat(max_tokens=10**30).submit.max_tokens == (1 << 31) - 1, "huge limits are clamped, not refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"), ("temperature", True), ("top_p", 1.1), ("top_p", -1)]
+    + [("stream", 1), ("stream", "true"), ("ignore_eos", "yes"), ("model", 3), ("return_token_ids", 1)],
+)
+def test_common_types_and_ranges(name: str, value: Any) -> None:
+    assert refused(chat, **{name: value}).param == name
+    assert refused(completion, **{name: value}).param == name
+
+
+NOT_NEUTRAL: dict[str, list[Any]] = {
+    "n": [3, 0, "1", True], "presence_penalty": [0.5, False], "frequency_penalty": [-1], "logit_bias": [{"5": 1}, 3],
+    "tools": [[{"type": "function", "function": {"name": "f"}}]], "tool_choice": ["required", {"type": "function"}],
+    "response_format": [{"type": "json_object"}, "json", {}], "echo": [True], "top_k": [40], "min_p": [0.1], "best_of": [2],
+    "suffix": ["x"], "reasoning_effort": ["high"], "stop_token_ids": [[1]], "repetition_penalty": [1.1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NOT_NEUTRAL.items() for value in values])
+def test_what_can_not_be_honoured_is_refused_by_name(name: str, value: Any) -> None:
+    for parse in (chat, completion):
+        error = refused(parse, **{name: value})
+        assert (error.param, error.code) == (name, "unsupported_parameter")
+        assert name in error.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("n", 1), ("presence_penalty", 0), ("frequency_penalty", 0.0), ("logit_bias", {}), ("tools", []), ("echo", False)]
+    + [("tool_choice", "none"), ("response_format", {"type": "text"}), ("user", "me"), ("metadata", {"a": "b"}), ("top_k", -1)],
+)
+def test_values_that_change_nothing_are_accepted(name: str, value: Any) -> None:
+    assert chat(**{name: value}).ignored == ()
+    assert completion(**{name: value}).ignored == ()
+
+
+def test_every_refusable_field_accepts_null() -> None:
+    assert chat(**dict.fromkeys(NEUTRAL_ONLY)).ignored == ()
+
+
+def test_unknown_fields_are_reported_not_refused() -> None:
+    assert chat(temprature=0, zzz=1).ignored == ("temprature", "zzz")
+
+
+def test_stream_options() -> None:
+    assert chat(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not chat(stream=True, stream_options={"include_usage": False}).include_usage
+    assert not chat(stream=True, stream_options={}).include_usage
+    assert refused(chat, stream_options={"include_usage": True}).param == "stream_options"
+    assert refused(chat, stream=True, stream_options={"include_usage": "yes"}).param == "stream_options.include_usage"
+
+
+def test_logprobs() -> None:
+    assert chat(logprobs=True).submit.n_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).submit.n_logprobs == 5
+    assert chat(logprobs=False).submit.n_logprobs is None
+    assert completion(logprobs=0).submit.n_logprobs == 0
+    assert completion(logprobs=3).submit.n_logprobs == 3
+    assert refused(chat, top_logprobs=5).param == "top_logprobs"
+    assert refused(chat, logprobs=True, top_logprobs=21).param == "top_logprobs"
+    assert refused(chat, logprobs=3).param == "logprobs"
+    assert refused(completion, logprobs=True).param == "logprobs"
+
+
+# ---- messages
+
+
+def render(messages: list[Any]) -> list[dict[str, Any]]:
+    return json.loads(parse_chat(json.dumps({"messages": messages}).encode(), "id").submit.messages_json or b"")
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+def test_all_forms_of_a_tool_history_become_one() -> None:
+    def history(assistant: dict[str, Any], result: Any) -> list[Any]:
+        return [
+            {"role": "developer", "content": "be good"},
+            {"role": "user", "content": "1+1"},
+            {"role": "assistant", "tool_calls": [CALL], **assistant},
+            {"role": "tool", "tool_call_id": "c1", "content": result},
+            {"role": "user", "content": [{"type": "text", "text": "tha"}, {"type": "text", "text": "nks"}]},
+        ]
+
+    one = render(history({}, "2"))
+    assert render(history({"content": None}, "2")) == one
+    assert render(history({"content": []}, [{"type": "text", "text": "2"}])) == one
+    assert one[2]["content"] == ""
+    assert one[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert one[4]["content"] == "thanks"
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hello", "messages"),
+        ([7], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        (HELLO + [{"role": "robot", "content": "x"}], "messages[1].role"),
+        ([{"role": 3, "content": "x"}], "messages[0].role"),
+        (HELLO + [{"role": "tool", "content": "2"}], "messages[1]"),
+        (HELLO + [{"role": "assistant"}], "messages[1]"),
+        (HELLO + [{"role": "assistant", "content": None}], "messages[1]"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": 7}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
+        (HELLO + [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c9", "content": "2"}], "messages[2].tool_call_id"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}], "messages[0].tool_calls[0].function.arguments"),
+    ],
+)  # fmt: skip
+def test_malformed_histories_name_the_message(messages: Any, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_chat(json.dumps({"messages": messages}).encode(), "id")
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+# ---- prompts
+
+
+def test_prompts() -> None:
+    assert completion(prompt="abc").submit.prompt == "abc"
+    assert completion(prompt=[1, 2, 3]).submit.prompt_ids == (1, 2, 3)
+    assert completion(prompt=["abc"]).submit.prompt == "abc"
+    assert completion(prompt=[[1, 2]]).submit.prompt_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [("", "prompt"), ([], "prompt"), (None, "prompt"), (7, "prompt"), (["a", "b"], "prompt"), ([""], "prompt"), ({}, "prompt")]
+    + [([1, -1], "prompt[1]"), ([1, 1 << 31], "prompt[1]"), ([1, "a"], "prompt[1]"), ([1.5], "prompt[0]"), ([True], "prompt[0]")],
+)
+def test_prompts_refused(prompt: Any, param: str) -> None:
+    assert refused(completion, prompt=prompt).param == param
+
+
+# ---- hostile bytes
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"messages": "\xff"}', b'{"messages": [{"role":"user","content":"\\ud800"}]}', b"NaN"]
+    + [b"[" * 100_000, b'{"a":' * 100_000, b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"\x00", b'{"a": 1e999}'],
+)
+def test_hostile_json_is_a_400(body: bytes) -> None:
+    for parse in (parse_chat, parse_completion):
+        with pytest.raises(ApiError) as caught:
+            parse(body, "id")
+        assert caught.value.status == 400
+        json.loads(caught.value.body())
+
+
+def test_depth_counts_brackets_outside_strings_only() -> None:
+    assert render([{"role": "user", "content": "[" * 10_000 + '\\"' + "{" * 10_000}])[0]["content"].startswith("[[")
+    deep: Any = "x"
+    for _ in range(MAX_DEPTH):
+        deep = [deep]
+    assert "deeper" in refused(chat, metadata=deep).message
+
+
+def test_nul_and_long_lines_are_text() -> None:
+    text = "\x00" + "x" * 1_000_000
+    assert render([{"role": "user", "content": text}])[0]["content"] == text
+
+
+# ---- shapes
+
+
+ACCEPTED = RequestAccepted("id", 3, 50, (1, 2, 3))
+DONE = RequestDone("id", "length", 3, 2, text="!")
+ROW = TokenLogprob(5, -0.5, b"\xc3", ((5, -0.5, b"\xc3"), (6, -1.5, b"b")))
+
+
+def test_stream_and_whole_say_the_same() -> None:
+    outs = [TokenOut("id", 0, (5,), "", (ROW,)), TokenOut("id", 1, (6,), "é", (TokenLogprob(6, -1.0, b"\xa9"),))]
+    for wanted in (
+        chat(stream=True, logprobs=True, top_logprobs=2, return_token_ids=True, seed=9),
+        completion(stream=True, logprobs=2, return_token_ids=True, seed=9),
+    ):
+        shape = shape_of(wanted, "m", 1)
+        chunks = [json.loads(shape.first(ACCEPTED)), *(json.loads(shape.delta(out) or b"") for out in outs)]
+        chunks.append(json.loads(shape.last(DONE)))
+        assert {(chunk["id"], chunk["model"], chunk["created"]) for chunk in chunks} == {("id", "m", 1)}
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "length"]
+
+        shape = shape_of(wanted, "m", 1)
+        shape.accept(ACCEPTED)
+        for out in outs:
+            shape.add(out)
+        whole = json.loads(shape.whole(DONE))
+        choice = whole["choices"][0]
+        assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        assert (whole["seed"], whole["max_tokens"]) == (9, 50) == (chunks[0]["seed"], chunks[0]["max_tokens"])
+        assert choice["token_ids"] == [5, 6] == [t for chunk in chunks for t in chunk["choices"][0].get("token_ids") or []]
+        if wanted.is_chat:
+            assert [chunk["choices"][0]["delta"].get("role") for chunk in chunks] == ["assistant", None, None, None]
+            text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            assert text == choice["message"]["content"] == "é!"
+            assert whole["object"] == "chat.completion"
+            assert whole["prompt_token_ids"] == [1, 2, 3] == chunks[0]["prompt_token_ids"]
+            rows = [row for chunk in chunks for row in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]]
+            assert rows == choice["logprobs"]["content"]
+            assert bytes(b for row in rows for b in row["bytes"]).decode() == "é"
+            assert [top["logprob"] for top in rows[0]["top_logprobs"]] == [-0.5, -1.5]
+        else:
+            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"] == "é!"
+            assert choice["prompt_token_ids"] == [1, 2, 3]
+            logprobs = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+            for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+                assert [x for part in logprobs for x in part[name]] == choice["logprobs"][name]
+            assert choice["logprobs"]["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+            assert choice["logprobs"]["text_offset"] == [0, 1]
+
+
+def test_usage_chunk_has_no_choices() -> None:
+    shape = shape_of(chat(stream=True, stream_options={"include_usage": True}), "m", 1)
+    assert json.loads(shape.first(ACCEPTED))["usage"] is None
+    chunk = json.loads(shape.usage(DONE))
+    assert chunk["choices"] == []
+    assert chunk["usage"]["total_tokens"] == 5
+
+
+def test_without_return_token_ids_there_are_none() -> None:
+    shape = shape_of(chat(stream=True), "m", 1)
+    assert b"token_ids" not in shape.first(ACCEPTED) + (shape.delta(TokenOut("id", 0, (5,), "a")) or b"") + shape.last(DONE)
+    assert shape.delta(TokenOut("id", 1, (5,), "")) is None
+
+
+def test_tokens_without_text_keep_distinct_names() -> None:
+    assert token_key(b"", 7) == "token_id:7"
+    assert token_key(b"\x80", 7) != token_key(b"\x81", 8)
