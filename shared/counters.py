@@ -28,7 +28,7 @@ CELLS: dict[str, tuple[str, ...]] = {
         "aborted",
         "failed",
         "replays",
-        "drafted",
+        "drafts",
         "accepted",
         "hints",
         "hints_refused",

@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from shared.endpoints import SERVICES
 
+from shared.endpoints import SERVICES
+
 if TYPE_CHECKING:
     import numpy as np
+
+    from shared.frame import Frame
 
 
 class Stage(IntEnum):
@@ -76,128 +80,121 @@ NO_LAYER = -1
 
 
 class StageTimer:
-    """Writes the stage rows of one service into its block of a frame.
+    """Writes the stage rows of one service into its block of the frame of the step in progress.
 
-    ``rows``: the service's ``cb_stage`` block, any writable buffer (``frame.stage[service]``); ``count``: its i64[8] cells
-    (``frame.stage_count[service]``): [0] rows written, [1] rows that found no room. One writer; readers wait for a message.
+        timer = StageTimer("attention")
+        timer.begin_step(frame, step)                     # rows of this frame start again at 0
+        with timer.stage(Stage.ATTENTION, layer): ...     # or begin(stage, layer) ... end()
+
+    Nested stages pause the enclosing one. ``add_bytes`` counts for the innermost. One writer; readers wait for a message.
+    Rows that find no room are counted in ``stage_count[service][1]``.
     """
 
-    __slots__ = ("_bytes", "_capacity", "_count", "_n", "_stack")
+    __slots__ = ("_block", "_bytes", "_capacity", "_count", "_n", "_pending", "_stack", "step")
 
-    def __init__(self, rows: Any = None, count: Any = None) -> None:
+    def __init__(self, service: str) -> None:
+        self._block = SERVICES.index(service)
         self._stack: list[list[int]] = []
+        self._pending = (0, NO_LAYER)
+        self._bytes = memoryview(b"")
+        self._capacity = 0
+        self._count: Any = [0] * 8
         self._n = 0
-        if rows is not None:
-            self.bind(rows, count)
+        self.step = 0
 
-    def bind(self, rows: Any, count: Any) -> None:
-        """Goes on in another frame, from its row 0. Stages still open are forgotten."""
+    def begin_step(self, frame: Frame, step: int) -> None:
+        """From now on rows go into ``frame``, from its row 0. Stages still open are forgotten."""
+        self.bind(frame.stage[self._block], frame.stage_count[self._block], step)
+
+    def continue_step(self, frame: Frame, step: int) -> None:
+        """As ``begin_step``, but behind the rows that this service already wrote into ``frame`` (a chained draft)."""
+        n = int(frame.stage_count[self._block][0])
+        self.begin_step(frame, step)
+        self._n = n
+        self._count[0] = n
+
+    def bind(self, rows: Any, count: Any, step: int) -> None:
+        """``rows``: a writable buffer of ``cb_stage``; ``count``: i64[8] cells, [0] rows written, [1] rows without room."""
+        self._stack.clear()
         self._bytes = memoryview(rows).cast("B")
         self._capacity = self._bytes.nbytes // ROW.size
         self._count = count
-        self.reset()
-
-    def reset(self) -> None:
-        """Starts again at row 0, for a new step in this frame."""
-        self._stack.clear()
         self._n = 0
-        self._count[0] = 0
-        self._count[1] = 0
+        self.step = step
+        count[0] = 0
+        count[1] = 0
 
     @property
     def n_rows(self) -> int:
+        """Rows written in this frame."""
         return self._n
 
-    def begin(self, step: int, layer: int, stage: int) -> None:
-        """Opens a stage; the enclosing one pauses. ``layer`` -1 = none."""
+    def stage(self, stage: int, layer: int = NO_LAYER) -> StageTimer:
+        """For ``with``: opens the stage on entry, closes it on exit."""
+        self._pending = (stage, layer)
+        return self
+
+    def __enter__(self) -> StageTimer:
+        stage, layer = self._pending
+        self.begin(stage, layer)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def begin(self, stage: int, layer: int = NO_LAYER) -> None:
+        """Opens a stage; the enclosing one pauses."""
         now = time.monotonic_ns()
         if self._stack:
-            outer = self._stack[-1]
-            self._write(outer, now, 0)
-        self._stack.append([now, step, layer, stage])
+            self._write(self._stack[-1], now)
+        self._stack.append([now, self.step, layer, stage, 0])
 
     def end(self, n_bytes: int = 0) -> int:
         """Closes the innermost stage; the enclosing one goes on. Returns the end in ns."""
         now = time.monotonic_ns()
-        self._write(self._stack.pop(), now, n_bytes)
+        opened = self._stack.pop()
+        opened[4] += n_bytes
+        self._write(opened, now)
         if self._stack:
             self._stack[-1][0] = now
         return now
 
-    def add(self, step: int, layer: int, stage: int, start_ns: int, end_ns: int, n_bytes: int = 0) -> None:
-        """A row measured elsewhere (a read, a whole step); takes no part in nesting."""
-        self._write([start_ns, step, layer, stage], end_ns, n_bytes)
+    def add_bytes(self, n_bytes: int) -> None:
+        """Bytes read or touched by the innermost stage."""
+        self._stack[-1][4] += n_bytes
 
-    def _write(self, opened: list[int], end_ns: int, n_bytes: int) -> None:
-        start_ns, step, layer, stage = opened
+    def add(self, stage: int, layer: int, start_ns: int, end_ns: int, n_bytes: int = 0) -> None:
+        """A row measured elsewhere (a read by the pool); takes no part in nesting."""
+        self._write([start_ns, self.step, layer, stage, n_bytes], end_ns)
+
+    def _write(self, opened: list[int], end_ns: int) -> None:
+        start_ns, step, layer, stage, n_bytes = opened
+        opened[4] = 0
         if end_ns <= start_ns and not n_bytes:
             return
         n = self._n
         if n >= self._capacity:
             self._count[1] += 1
             return
-        ROW.pack_into(self._bytes, n * 40, start_ns, end_ns, n_bytes, step, stage, layer)
+        ROW.pack_into(self._bytes, n * ROW.size, start_ns, end_ns, n_bytes, step, stage, layer)
         self._n = n + 1
         self._count[0] = n + 1
 
 
-class StepTimer(StageTimer):
-    """A service's timer that follows the steps from frame to frame.
+class StepKind(IntEnum):
+    """In the ``layer`` of a STEP row of the trace: what the step was for."""
 
-    Usage: ``begin_step(frame, step)`` at the first sign of a step, then ``with timer.stage(Stage.GATE, layer): ...``.
-    """
-
-    __slots__ = ("_bound", "_nesting", "_service_idx", "step")
-
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self._service_idx = SERVICES.index(service)
-        self._bound: tuple[int, int] | None = None
-        self._nesting = _StageBlock(self)
-        self.step = 0
-
-    def begin_step(self, frame: Any, step: int) -> None:
-        """Writes into ``frame`` (shared.frame.Frame) from now on, from its row 0 when the step is new there."""
-        if self._bound != (id(frame), step):
-            idx = self._service_idx
-            self.bind(frame.stage[idx].view("u1"), frame.stage_count[idx])
-            self._bound = (id(frame), step)
-            self.step = step
-
-    def stage(self, stage: int, layer: int = NO_LAYER) -> _StageBlock:
-        """A context manager; set its ``n_bytes`` inside."""
-        self.begin(self.step, layer, stage)
-        return self._nesting
-
-    def record(self, stage: int, layer: int, start_ns: int, end_ns: int, n_bytes: int = 0) -> None:
-        """A row of the current step that was measured elsewhere."""
-        if self._bound:
-            self.add(self.step, layer, stage, start_ns, end_ns, n_bytes)
-
-
-class _StageBlock:
-    """Closes the innermost stage of its timer; one object serves all, since stages nest strictly."""
-
-    __slots__ = ("_timer", "n_bytes")
-
-    def __init__(self, timer: StepTimer) -> None:
-        self._timer = timer
-        self.n_bytes = 0
-
-    def __enter__(self) -> _StageBlock:
-        self.n_bytes = 0
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._timer.end(self.n_bytes)
-        self.n_bytes = 0
+    DECODE = 0
+    PREFILL = 1
+    DRAFT = 2
 
 
 class TraceRing:
     """Segment ``trace``: the last rows of all services. The router appends finished steps, tools read without stopping it.
 
     Bytes: i64 rows ever written, i64 capacity, padding to 64, then rows of ``dtype``. A reader copies rows and then looks at
-    the count again: what was overwritten meanwhile is dropped from its copy and reported as lost.
+    the count again: what was overwritten meanwhile is dropped from its copy and reported as lost. Each step ends with one
+    row of the router: stage STEP, ``layer`` a StepKind, ``rows`` the rows it computed.
     """
 
     HEAD_BYTES = 64
@@ -214,7 +211,7 @@ class TraceRing:
                 ("stage", "<i4"),
                 ("layer", "<i4"),
                 ("service", "<i4"),
-                ("reserved", "<i4"),
+                ("rows", "<i4"),
             ]
         )
         n_bytes = memoryview(buf).nbytes
@@ -227,20 +224,43 @@ class TraceRing:
         """Rows ever written."""
         return int(self._head[0])
 
-    def append(self, service: int, rows: np.ndarray) -> None:
-        """Adds ``rows`` (of ``native.frame.STAGE_DTYPE`` or ``dtype``) of one service."""
+    def append_step(
+        self,
+        frame: Frame,
+        step: int,
+        n_steps: int,
+        start_ns: int,
+        end_ns: int,
+        *,
+        n_rows: int,
+        is_draft: bool = False,
+        is_prefill: bool = False,
+    ) -> None:
+        """Adds what all services wrote into ``frame`` about steps ``step`` .. ``step + n_steps - 1``, and the STEP row."""
         import numpy as np
 
-        n = min(len(rows), self.capacity)
-        if not n:
-            return
+        parts = []
+        for service in range(len(SERVICES)):
+            rows = frame.stage[service][: int(frame.stage_count[service][0])]
+            rows = rows[(rows["step"] >= step) & (rows["step"] < step + n_steps)]
+            part = np.zeros(len(rows), self.dtype)
+            for name in ("start_ns", "end_ns", "bytes", "step", "stage", "layer"):
+                part[name] = rows[name]
+            part["service"] = service
+            parts.append(part)
+        kind = StepKind.DRAFT if is_draft else StepKind.PREFILL if is_prefill else StepKind.DECODE
+        whole = np.zeros(1, self.dtype)
+        whole[0] = (start_ns, end_ns, 0, step, Stage.STEP, kind, SERVICES.index("router"), n_rows)
+        self.append(np.concatenate([*parts, whole]))
+
+    def append(self, block: np.ndarray) -> None:
+        """Adds rows of ``dtype``; of more than ``capacity`` the last ones."""
+        import numpy as np
+
+        block = block[-self.capacity :]
+        n = len(block)
         written = int(self._head[0])
-        at = np.arange(written, written + n) % self.capacity
-        block = np.zeros(n, self.dtype)
-        for name in ("start_ns", "end_ns", "bytes", "step", "stage", "layer"):
-            block[name] = rows[name][:n]
-        block["service"] = service
-        self._rows[at] = block
+        self._rows[np.arange(written, written + n) % self.capacity] = block
         self._head[1] = self.capacity
         self._head[0] = written + n
 
