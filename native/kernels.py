@@ -1,0 +1,206 @@
+"""Matrix products, norms, feed-forward and gate. Arrays are C-contiguous; T rows, D hidden, F inner width, E experts."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from native.library import ENONFINITE, OK, NativeError, Pool, address, check_struct, checked, declare, fail, lib
+from native.matrix import ACT_F32, Matrix
+
+f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
+
+
+class Ffn(ctypes.Structure):
+    """cb_ffn: gate and up [F, D], down [D, F]."""
+
+    _fields_ = (("gate", Matrix), ("up", Matrix), ("down", Matrix))
+    keep: tuple[object, ...] = ()
+
+
+def ffn(gate: Matrix, up: Matrix, down: Matrix) -> Ffn:
+    """The three matrices of a gated MLP; keeps what they keep alive."""
+    made = Ffn(gate, up, down)
+    made.keep = (*gate.keep, *up.keep, *down.keep)
+    return made
+
+
+class ExpertJob(ctypes.Structure):
+    """cb_expert_job."""
+
+    _fields_ = (("ffn", Ffn), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p), ("n_rows", ctypes.c_int64))
+
+
+class _Gate(ctypes.Structure):
+    _fields_ = (
+        ("weight", Matrix),
+        ("bias", ctypes.c_void_p),
+        ("n_experts", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("n_group", ctypes.c_int32),
+        ("topk_group", ctypes.c_int32),
+        ("norm_topk", ctypes.c_int32),
+        ("scaling", ctypes.c_float),
+    )
+
+
+check_struct(Ffn, "cb_ffn")
+check_struct(ExpertJob, "cb_expert_job")
+check_struct(_Gate, "cb_gate")
+
+_ptr, _i64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+PROTOTYPES = {
+    "cb_linear": (_int, [_ptr, ctypes.POINTER(Matrix), _ptr, _i64, _i64, _ptr, _i64]),
+    "cb_rmsnorm": (_int, [_ptr, _ptr, _i64, _ptr, ctypes.c_float, _i64, _i64, _ptr, _i64]),
+    "cb_ffn_forward": (_int, [_ptr, ctypes.POINTER(Ffn), _ptr, _i64, _int, _ptr]),
+    "cb_expert_ffn": (_int, [_ptr, _ptr, _i64, _ptr, _i64, _ptr, _i64]),
+    "cb_expert_reduce": (_int, [_ptr, _ptr, _ptr, _ptr, _ptr, _i64, _i64, _i64, _ptr, ctypes.POINTER(_i64)]),
+    "cb_gate_forward": (_int, [_ptr, ctypes.POINTER(_Gate), _ptr, _i64, _ptr, _ptr, ctypes.POINTER(_i64)]),
+}
+for _name, (_restype, _argtypes) in PROTOTYPES.items():
+    declare(_name, _restype, _argtypes)
+
+
+def linear(pool: Pool, m: Matrix, x: np.ndarray, out: np.ndarray) -> None:
+    """out f32[T, m.out] = x f32[T, m.in_] times W^T."""
+    n_rows = len(x)
+    x_at = checked(x, f32, (n_rows, m.in_), "linear: x")
+    out_at = checked(out, f32, (n_rows, m.out), "linear: out")
+    status = lib.cb_linear(pool.handle, ctypes.byref(m), x_at, m.in_, n_rows, out_at, m.out)
+    if status != OK:
+        raise fail("cb_linear", status, f"format {m.format} act {m.act} [{m.out}, {m.in_}], {n_rows} rows")
+
+
+def rmsnorm(pool: Pool, x: np.ndarray, w: np.ndarray, eps: float, out: np.ndarray) -> None:
+    """out f32[T, n] = x f32[T, n] / rms(x) * w f32[n]; out may be x."""
+    n_rows, n = x.shape
+    x_at = checked(x, f32, (n_rows, n), "rmsnorm: x")
+    w_at = checked(w, f32, (n,), "rmsnorm: w")
+    out_at = checked(out, f32, (n_rows, n), "rmsnorm: out")
+    status = lib.cb_rmsnorm(pool.handle, x_at, n, w_at, eps, n_rows, n, out_at, n)
+    if status != OK:
+        raise fail("cb_rmsnorm", status, f"[{n_rows}, {n}]")
+
+
+def ffn_forward(pool: Pool, ffn: Ffn, h: np.ndarray, y: np.ndarray, add: bool) -> None:
+    """y f32[T, D] = (or += when `add`) down(silu(gate h) * up h), h f32[T, D]."""
+    n_rows, hidden = len(h), ffn.gate.in_
+    h_at = checked(h, f32, (n_rows, hidden), "ffn_forward: h")
+    y_at = checked(y, f32, (n_rows, hidden), "ffn_forward: y")
+    status = lib.cb_ffn_forward(pool.handle, ctypes.byref(ffn), h_at, n_rows, int(add), y_at)
+    if status != OK:
+        raise fail("cb_ffn_forward", status, f"hidden {hidden}, inner {ffn.gate.out}, {n_rows} rows")
+
+
+class ExpertJobs:
+    """(expert, rows) pairs of one call, filled anew for each; owns the row lists, allocates nothing in between."""
+
+    def __init__(self, capacity_jobs: int, capacity_rows: int) -> None:
+        self._jobs = (ExpertJob * max(1, capacity_jobs))()
+        self._rows = np.zeros(max(1, capacity_rows), np.int32)
+        self._out = np.zeros(max(1, capacity_rows), np.int32)
+        self._rows_at, self._out_at = address(self._rows), address(self._out)
+        self.n_jobs = self.n_rows = 0
+
+    def clear(self) -> None:
+        """Forget all jobs."""
+        self.n_jobs = self.n_rows = 0
+
+    def add(self, ffn: Ffn, rows: np.ndarray, out: np.ndarray) -> None:
+        """parts[out[i]] = ffn(h[rows[i]]); rows and out i32[n] are copied. The expert's bytes must live until `run` ends."""
+        n = len(rows)
+        if len(out) != n or self.n_jobs == len(self._jobs) or self.n_rows + n > len(self._rows):
+            raise NativeError(
+                f"ExpertJobs.add: {n} rows and {len(out)} outputs on top of {self.n_jobs} jobs with {self.n_rows} rows; "
+                f"capacity is {len(self._jobs)} jobs and {len(self._rows)} rows"
+            )
+        begin, end = self.n_rows, self.n_rows + n
+        self._rows[begin:end] = rows
+        self._out[begin:end] = out
+        job = self._jobs[self.n_jobs]
+        job.ffn = ffn
+        job.rows = self._rows_at + 4 * begin
+        job.out = self._out_at + 4 * begin
+        job.n_rows = n
+        self.n_jobs += 1
+        self.n_rows = end
+
+    def run(self, pool: Pool, h: np.ndarray, parts: np.ndarray) -> None:
+        """Compute all jobs: h f32[T, D], parts f32[N, D]; rows of parts that no job names are left alone."""
+        if not self.n_jobs:
+            return
+        hidden = self._jobs[0].ffn.gate.in_
+        h_at = checked(h, f32, (None, hidden), "expert_ffn: h")
+        parts_at = checked(parts, f32, (None, hidden), "expert_ffn: parts")
+        status = lib.cb_expert_ffn(pool.handle, self._jobs, self.n_jobs, h_at, len(h), parts_at, len(parts))
+        if status != OK:
+            raise fail("cb_expert_ffn", status, f"{self.n_jobs} jobs, {self.n_rows} rows, h {h.shape}, parts {parts.shape}")
+
+
+def expert_reduce(
+    pool: Pool, parts: np.ndarray, weight: np.ndarray, order: np.ndarray, shared: np.ndarray | None, mixed: np.ndarray
+) -> int:
+    """mixed f32[T, D] = sum over k in `order` of weight[t, k] * parts[t*K + k], plus shared f32[T, D].
+
+    parts f32[T*K, D] (more rows are allowed), weight f32[T, K], order i32[T, K]: ascending expert ids as positions
+    0..K-1. Returns -1, or the first row whose result is not finite.
+    """
+    n_rows, k = weight.shape
+    hidden = mixed.shape[1]
+    parts_at = checked(parts, f32, (None, hidden), "expert_reduce: parts")
+    if len(parts) < n_rows * k:
+        raise NativeError(f"expert_reduce: parts has {len(parts)} rows, expected at least {n_rows} * {k}")
+    weight_at = checked(weight, f32, (n_rows, k), "expert_reduce: weight")
+    order_at = checked(order, i32, (n_rows, k), "expert_reduce: order")
+    shared_at = None if shared is None else checked(shared, f32, (n_rows, hidden), "expert_reduce: shared")
+    mixed_at = checked(mixed, f32, (n_rows, hidden), "expert_reduce: mixed")
+    bad = ctypes.c_int64(-1)
+    status = lib.cb_expert_reduce(
+        pool.handle, parts_at, weight_at, order_at, shared_at, n_rows, k, hidden, mixed_at, ctypes.byref(bad)
+    )
+    if status not in (OK, ENONFINITE):
+        raise fail("cb_expert_reduce", status, f"{n_rows} rows, {k} experts, hidden {hidden}")
+    return int(bad.value) if status == ENONFINITE else -1
+
+
+class Gate:
+    """noaux_tc: chooses k of E experts per row. `weight` f32[E, D] with f32 activations, `bias` f32[E] only for choosing."""
+
+    def __init__(
+        self,
+        weight: Matrix,
+        bias: np.ndarray | None,
+        k: int,
+        n_group: int,
+        topk_group: int,
+        norm_topk: bool,
+        scaling: float,
+    ) -> None:
+        if weight.act != ACT_F32:
+            raise NativeError("gate: the weight must take f32 activations")
+        bias_at = None if bias is None else checked(bias, f32, (weight.out,), "gate: bias")
+        self._keep = (weight, bias)
+        self._struct = _Gate(weight, bias_at, weight.out, k, n_group, topk_group, int(norm_topk), scaling)
+        self.k = k
+
+    def forward(self, pool: Pool, h: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> int:
+        """h f32[T, D] -> ids i32[T, K] ascending and weights f32[T, K].
+
+        Returns -1, or the first row whose scores are not finite (such rows get NaN weights).
+        """
+        n_rows, gate = len(h), self._struct
+        h_at = checked(h, f32, (n_rows, gate.weight.in_), "gate: h")
+        ids_at = checked(ids, i32, (n_rows, self.k), "gate: ids")
+        weights_at = checked(weights, f32, (n_rows, self.k), "gate: weights")
+        bad = ctypes.c_int64(-1)
+        status = lib.cb_gate_forward(
+            pool.handle, ctypes.byref(gate), h_at, n_rows, ids_at, weights_at, ctypes.byref(bad)
+        )
+        if status not in (OK, ENONFINITE):
+            raise fail(
+                "cb_gate_forward",
+                status,
+                f"{gate.n_experts} experts, k {gate.k}, {gate.topk_group} of {gate.n_group} groups, {n_rows} rows",
+            )
+        return int(bad.value) if status == ENONFINITE else -1

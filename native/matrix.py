@@ -1,0 +1,95 @@
+"""Packed matrices as the kernels read them (layout tile16, native/include/colibri.h)."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from native.library import NativeError, address, check_struct, declare, lib
+
+NONE, F32, BF16, Q8, Q4 = 0, 1, 2, 3, 4
+FORMATS: dict[str, int] = {"f32": F32, "bf16": BF16, "q8": Q8, "q4": Q4}
+ACT_F32, ACT_Q8 = 0, 1
+ALIGNMENT = 64
+
+
+class Matrix(ctypes.Structure):
+    """cb_matrix. Holds addresses only: whoever owns the bytes keeps them alive (arrays given to `matrix` stay alive)."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("out", ctypes.c_int64),
+        ("in_", ctypes.c_int64),
+        ("format", ctypes.c_int32),
+        ("act", ctypes.c_int32),
+    )
+    keep: tuple[object, ...] = ()
+
+
+check_struct(Matrix, "cb_matrix")
+declare("cb_weight_bytes", ctypes.c_int64, [ctypes.c_int, ctypes.c_int64, ctypes.c_int64])
+declare("cb_scale_bytes", ctypes.c_int64, [ctypes.c_int, ctypes.c_int64, ctypes.c_int64])
+
+
+def format_code(fmt: int | str) -> int:
+    """The number of a format given by name or number. NativeError for an unknown one."""
+    code = FORMATS.get(fmt) if isinstance(fmt, str) else fmt
+    if code not in FORMATS.values():
+        raise NativeError(f"matrix format {fmt!r}: expected one of {', '.join(FORMATS)}")
+    return int(code)
+
+
+def weight_bytes(fmt: int | str, out: int, in_: int) -> int:
+    """Bytes of the packed weights of one [out, in] matrix."""
+    n: int = lib.cb_weight_bytes(format_code(fmt), out, in_)
+    if n < 0:
+        raise NativeError(f"matrix [{out}, {in_}]: sizes must be 1 .. 2^31 - 1")
+    return n
+
+
+def scale_bytes(fmt: int | str, out: int, in_: int) -> int:
+    """Bytes of the scales of one [out, in] matrix; 0 for f32 and bf16."""
+    n: int = lib.cb_scale_bytes(format_code(fmt), out, in_)
+    if n < 0:
+        raise NativeError(f"matrix [{out}, {in_}]: sizes must be 1 .. 2^31 - 1")
+    return n
+
+
+def _section(data: np.ndarray | int | None, wanted: int, what: str, shape: str) -> int:
+    if data is None:
+        raise NativeError(f"{what} of {shape}: missing")
+    if isinstance(data, np.ndarray):
+        if not data.flags.c_contiguous or data.nbytes < wanted or (wanted and data.nbytes % wanted):
+            raise NativeError(f"{what} of {shape}: expected {wanted} contiguous bytes (or a stack), found {data.nbytes}")
+        data = address(data)
+    if data % ALIGNMENT:
+        raise NativeError(f"{what} of {shape}: address {data:#x} is not a multiple of {ALIGNMENT}")
+    return data
+
+
+def matrix(
+    weight: np.ndarray | int, scale: np.ndarray | int | None, fmt: int | str, out: int, in_: int, act: int | None = None
+) -> Matrix:
+    """A matrix [out, in] over packed bytes. `weight` and `scale` are arrays (kept alive) or addresses, 64-byte aligned.
+
+    `act` says how activations enter; by default ACT_Q8 for q8 and q4, ACT_F32 otherwise.
+    """
+    code = format_code(fmt)
+    shape = f"{next(name for name, c in FORMATS.items() if c == code)}[{out}, {in_}]"
+    quantised = code in (Q8, Q4)
+    if act is None:
+        act = ACT_Q8 if quantised else ACT_F32
+    if act == ACT_Q8 and not quantised:
+        raise NativeError(f"{shape}: int8 activations need q8 or q4 weights")
+    weights = _section(weight, weight_bytes(code, out, in_), "weights", shape)
+    scales = _section(scale, scale_bytes(code, out, in_), "scales", shape) if quantised else None
+    made = Matrix(weights, scales, out, in_, code, act)
+    made.keep = tuple(part for part in (weight, scale) if isinstance(part, np.ndarray))
+    return made
+
+
+def absent_matrix() -> Matrix:
+    """The matrix that is not there (format 0), for optional fields."""
+    return Matrix()
