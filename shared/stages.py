@@ -79,23 +79,24 @@ ROW = struct.Struct("<qqqqii")
 NO_LAYER = -1
 
 
-class StageTimer:
+class StepTimer:
     """Writes the stage rows of one service into its block of the frame of the step in progress.
 
-        timer = StageTimer("attention")
-        timer.begin_step(frame, step)                     # rows of this frame start again at 0
-        with timer.stage(Stage.ATTENTION, layer): ...     # or begin(stage, layer) ... end()
+        timer = StepTimer("attention")
+        timer.begin_step(frame, step)
+        with timer.stage(Stage.ATTENTION, layer) as block: ...; block.n_bytes = 123
 
-    Nested stages pause the enclosing one. ``add_bytes`` counts for the innermost. One writer; readers wait for a message.
-    Rows that find no room are counted in ``stage_count[service][1]``.
+    Nested stages pause the enclosing one. One writer; readers wait for a message. Rows that find no room are counted in
+    ``stage_count[service][1]``.
     """
 
-    __slots__ = ("_block", "_bytes", "_capacity", "_count", "_n", "_pending", "_stack", "step")
+    __slots__ = ("_block", "_bytes", "_capacity", "_count", "_frame", "_n", "_nesting", "_stack", "step")
 
     def __init__(self, service: str) -> None:
         self._block = SERVICES.index(service)
         self._stack: list[list[int]] = []
-        self._pending = (0, NO_LAYER)
+        self._nesting = _StageBlock(self)
+        self._frame: Any = None
         self._bytes = memoryview(b"")
         self._capacity = 0
         self._count: Any = [0] * 8
@@ -103,15 +104,16 @@ class StageTimer:
         self.step = 0
 
     def begin_step(self, frame: Frame, step: int) -> None:
-        """From now on rows go into ``frame``, from its row 0. Stages still open are forgotten."""
-        self.bind(frame.stage[self._block], frame.stage_count[self._block], step)
+        """Writes into ``frame`` from now on, from its row 0 when the step is new there. Open stages are forgotten."""
+        if frame is not self._frame or step != self.step:
+            self._frame = frame
+            self.bind(frame.stage[self._block].view("u1"), frame.stage_count[self._block], step)
 
     def continue_step(self, frame: Frame, step: int) -> None:
-        """As ``begin_step``, but behind the rows that this service already wrote into ``frame`` (a chained draft)."""
-        n = int(frame.stage_count[self._block][0])
-        self.begin_step(frame, step)
-        self._n = n
-        self._count[0] = n
+        """As ``begin_step``, but behind the rows already there: the next of a chain of draft steps in one frame."""
+        if frame is not self._frame:
+            self.begin_step(frame, step)
+        self.step = step
 
     def bind(self, rows: Any, count: Any, step: int) -> None:
         """``rows``: a writable buffer of ``cb_stage``; ``count``: i64[8] cells, [0] rows written, [1] rows without room."""
@@ -129,64 +131,60 @@ class StageTimer:
         """Rows written in this frame."""
         return self._n
 
-    def stage(self, stage: int, layer: int = NO_LAYER) -> StageTimer:
-        """For ``with``: opens the stage on entry, closes it on exit."""
-        self._pending = (stage, layer)
-        return self
-
-    def __enter__(self) -> StageTimer:
-        stage, layer = self._pending
+    def stage(self, stage: int, layer: int = NO_LAYER) -> _StageBlock:
+        """Opens the stage; a context manager that closes it. Set its ``n_bytes`` inside."""
         self.begin(stage, layer)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
+        return self._nesting
 
     def begin(self, stage: int, layer: int = NO_LAYER) -> None:
         """Opens a stage; the enclosing one pauses."""
         now = time.monotonic_ns()
         if self._stack:
-            self._write(self._stack[-1], now)
-        self._stack.append([now, self.step, layer, stage, 0])
+            outer = self._stack[-1]
+            self._write(outer[0], now, 0, outer[1], outer[2])
+        self._stack.append([now, stage, layer])
 
     def end(self, n_bytes: int = 0) -> int:
-        """Closes the innermost stage; the enclosing one goes on. Returns the end in ns."""
+        """Closes the innermost stage, the enclosing one goes on; returns the time in ns."""
         now = time.monotonic_ns()
-        opened = self._stack.pop()
-        opened[4] += n_bytes
-        self._write(opened, now)
+        start_ns, stage, layer = self._stack.pop()
+        self._write(start_ns, now, n_bytes, stage, layer)
         if self._stack:
             self._stack[-1][0] = now
         return now
 
-    def add_bytes(self, n_bytes: int) -> None:
-        """Bytes read or touched by the innermost stage."""
-        self._stack[-1][4] += n_bytes
+    def record(self, stage: int, layer: int, start_ns: int, end_ns: int, n_bytes: int = 0) -> None:
+        """A row of the current step that was measured elsewhere (a read by the pool); takes no part in nesting."""
+        self._write(start_ns, end_ns, n_bytes, stage, layer)
 
-    def add(self, stage: int, layer: int, start_ns: int, end_ns: int, n_bytes: int = 0) -> None:
-        """A row measured elsewhere (a read by the pool); takes no part in nesting."""
-        self._write([start_ns, self.step, layer, stage, n_bytes], end_ns)
-
-    def _write(self, opened: list[int], end_ns: int) -> None:
-        start_ns, step, layer, stage, n_bytes = opened
-        opened[4] = 0
+    def _write(self, start_ns: int, end_ns: int, n_bytes: int, stage: int, layer: int) -> None:
         if end_ns <= start_ns and not n_bytes:
             return
         n = self._n
         if n >= self._capacity:
             self._count[1] += 1
             return
-        ROW.pack_into(self._bytes, n * ROW.size, start_ns, end_ns, n_bytes, step, stage, layer)
+        ROW.pack_into(self._bytes, n * ROW.size, start_ns, end_ns, n_bytes, self.step, stage, layer)
         self._n = n + 1
         self._count[0] = n + 1
 
 
-class StepKind(IntEnum):
-    """In the ``layer`` of a STEP row of the trace: what the step was for."""
+class _StageBlock:
+    """Closes the innermost stage of its timer; one object serves all, since stages nest strictly."""
 
-    DECODE = 0
-    PREFILL = 1
-    DRAFT = 2
+    __slots__ = ("_timer", "n_bytes")
+
+    def __init__(self, timer: StepTimer) -> None:
+        self._timer = timer
+        self.n_bytes = 0
+
+    def __enter__(self) -> _StageBlock:
+        self.n_bytes = 0
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._timer.end(self.n_bytes)
+        self.n_bytes = 0
 
 
 class TraceRing:
@@ -194,7 +192,7 @@ class TraceRing:
 
     Bytes: i64 rows ever written, i64 capacity, padding to 64, then rows of ``dtype``. A reader copies rows and then looks at
     the count again: what was overwritten meanwhile is dropped from its copy and reported as lost. Each step ends with one
-    row of the router: stage STEP, ``layer`` a StepKind, ``rows`` the rows it computed.
+    row of the router: stage STEP, ``layer`` a StepKind, ``bytes`` the rows it computed.
     """
 
     HEAD_BYTES = 64
@@ -211,7 +209,7 @@ class TraceRing:
                 ("stage", "<i4"),
                 ("layer", "<i4"),
                 ("service", "<i4"),
-                ("rows", "<i4"),
+                ("reserved", "<i4"),
             ]
         )
         n_bytes = memoryview(buf).nbytes
@@ -224,41 +222,16 @@ class TraceRing:
         """Rows ever written."""
         return int(self._head[0])
 
-    def append_step(
-        self,
-        frame: Frame,
-        step: int,
-        n_steps: int,
-        start_ns: int,
-        end_ns: int,
-        *,
-        n_rows: int,
-        is_draft: bool = False,
-        is_prefill: bool = False,
-    ) -> None:
-        """Adds what all services wrote into ``frame`` about steps ``step`` .. ``step + n_steps - 1``, and the STEP row."""
+    def append(self, service: int, rows: np.ndarray) -> None:
+        """Adds ``rows`` (of ``native.frame.STAGE_DTYPE``) of one service; of more than ``capacity`` the last ones."""
         import numpy as np
 
-        parts = []
-        for service in range(len(SERVICES)):
-            rows = frame.stage[service][: int(frame.stage_count[service][0])]
-            rows = rows[(rows["step"] >= step) & (rows["step"] < step + n_steps)]
-            part = np.zeros(len(rows), self.dtype)
-            for name in ("start_ns", "end_ns", "bytes", "step", "stage", "layer"):
-                part[name] = rows[name]
-            part["service"] = service
-            parts.append(part)
-        kind = StepKind.DRAFT if is_draft else StepKind.PREFILL if is_prefill else StepKind.DECODE
-        whole = np.zeros(1, self.dtype)
-        whole[0] = (start_ns, end_ns, 0, step, Stage.STEP, kind, SERVICES.index("router"), n_rows)
-        self.append(np.concatenate([*parts, whole]))
-
-    def append(self, block: np.ndarray) -> None:
-        """Adds rows of ``dtype``; of more than ``capacity`` the last ones."""
-        import numpy as np
-
-        block = block[-self.capacity :]
-        n = len(block)
+        rows = rows[-self.capacity :]
+        n = len(rows)
+        block = np.zeros(n, self.dtype)
+        for name in ("start_ns", "end_ns", "bytes", "step", "stage", "layer"):
+            block[name] = rows[name]
+        block["service"] = service
         written = int(self._head[0])
         self._rows[np.arange(written, written + n) % self.capacity] = block
         self._head[1] = self.capacity
