@@ -1,0 +1,37 @@
+"""``colibri convert``: a Hugging Face checkpoint becomes a container."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shared.container.convert import Conversion
+from shared.container.format import INDEX_NAME, PRECISIONS
+
+
+@click.command("convert")
+@click.argument("source", metavar="HF_DIR", type=click.Path(path_type=Path))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option(
+    "--precision",
+    type=click.Choice(list(PRECISIONS)),
+    default="int4",
+    show_default=True,
+    help="int4: experts and projections with one scale per 64 inputs, embedding, head and MTP layer int8.",
+)
+@click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads that pack experts.")
+def command(source: Path, out: Path, precision: str, threads: int) -> None:
+    """Convert the checkpoint in HF_DIR (f32, bf16, f16 or fp8 block-128) to a container in OUT.
+
+    Interrupted at any moment, the same command goes on where it stopped. A finished container is never overwritten.
+    """
+    conversion = Conversion(source, precision)
+    click.echo(conversion.describe())
+    if (out / INDEX_NAME).exists() and conversion.is_finished(out):
+        click.echo(f"{out} already holds exactly this container; nothing to do.")
+        return
+    total = conversion.plan.dense_bytes + conversion.plan.expert_bytes
+    with click.progressbar(length=total, label="converting", show_pos=False, show_eta=True) as bar:
+        index = conversion.run(out, bar.update, threads)
+    click.echo(f"wrote {out} (fingerprint {index.fingerprint})")

@@ -1,0 +1,75 @@
+"""``colibri``: the tools around the group. Subcommands are loaded when they are called, so that each starts fast."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from shared.errors import ColibriError
+
+COMMANDS = {
+    "chat": ("cli.chat:command", "Talk to the model in the terminal."),
+    "run": ("cli.run:command", "Answer one prompt."),
+    "profile": ("cli.profile:command", "Show where the time of an answer goes."),
+    "convert": ("cli.convert:command", "Make a container from a Hugging Face checkpoint."),
+    "inspect": ("cli.inspect:command", "Show what a container holds."),
+    "verify": ("cli.verify:command", "Read a whole container and compare every checksum."),
+    "plan": ("cli.plan:command", "Show how memory would be shared out on this machine."),
+    "synth": ("cli.synth:command", "Write a container of random weights, for measurements."),
+}
+"""Name -> (where the click command is, one line of help)."""
+
+
+class LazyGroup(click.Group):
+    """A group that imports a subcommand's module only when that subcommand is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Help without importing every subcommand."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="colibri-moe", prog_name="colibri")
+def cli() -> None:
+    """Colibri runs mixture-of-experts models that are larger than memory. Start the group itself with colibri-up."""
+
+
+def main() -> None:
+    """Entry point. Errors of ours are one sentence on stderr and an exit code: 2 usage, 78 configuration, 70 fault."""
+    try:
+        status = cli.main(standalone_mode=False)
+    except ColibriError as error:
+        _fail(str(error), error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("stopped", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    click.echo(f"colibri: {message}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""From a Hugging Face checkpoint to a container: which tensor is made from which, and the loop that does it.
+
+Bounded memory: matrices are read, packed and written in pieces of a few thousand rows, experts one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shared.container.checkpoint import Checkpoint
+from shared.container.checksum import checksum
+from shared.container.format import (
+    INDEX_NAME,
+    PRECISIONS,
+    ContainerPlan,
+    Converter,
+    DenseItem,
+    ExpertFilePlan,
+    Index,
+    plan_container,
+)
+from shared.container.pack import F32, TILE_ROWS, pack_matrix, quantise_rows, to_bf16
+from shared.container.reader import Container
+from shared.container.writer import ContainerWriter
+from shared.errors import ConfigError, ContainerError
+from shared.model_spec import ModelSpec
+
+VERSION = "0.1.0"
+
+COPIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "tiktoken.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "LICENSE",
+    "README.md",
+)
+"""Copied when present. Nothing that could be executed is."""
+
+_CHUNK_VALUES = 8 << 20
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+class Conversion:
+    """One checkpoint and one precision: checked completely before anything is written."""
+
+    def __init__(self, source: Path, precision: str) -> None:
+        if precision not in PRECISIONS:
+            raise ConfigError(f"--precision must be one of {', '.join(PRECISIONS)}, found {precision!r}.")
+        if (source / INDEX_NAME).exists():
+            raise ContainerError(f"{source} is already a container; give the directory of the original checkpoint.")
+        self.source, self.precision = source, precision
+        self.spec = ModelSpec.load(source)
+        self.plan: ContainerPlan = plan_container(self.spec, PRECISIONS[precision])
+        self.checkpoint = Checkpoint.open(source)
+        self._check_tensors()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the first one."""
+        config = checksum((self.source / "config.json").read_bytes())
+        return {
+            "command": "convert",
+            "version": VERSION,
+            "precision": self.precision,
+            "config": config,
+            "files": self.checkpoint.files,
+        }
+
+    @property
+    def n_parameters(self) -> int:
+        return sum(
+            int(np.prod(tensor.entry.shape, dtype=np.int64))
+            for name, tensor in self.checkpoint.tensors.items()
+            if not name.endswith("_scale_inv")
+        )
+
+    def describe(self) -> str:
+        """The plan line."""
+        spec, plan = self.spec, self.plan
+        dtypes = sorted({tensor.entry.dtype for tensor in self.checkpoint.tensors.values()})
+        formats = ", ".join(f"{role} {fmt}" for role, fmt in plan.precision.items())
+        return (
+            f"plan: {spec.family}, {spec.n_layers} layers{' + MTP' if spec.n_mtp else ''}, "
+            f"{self.n_parameters / 1e9:.3f} billion parameters in {len(self.checkpoint.files)} files ({', '.join(dtypes)}) -> "
+            f"{self.precision} ({formats}); dense part {plan.dense_bytes:,} bytes, "
+            f"experts {plan.expert_bytes:,} bytes in {len(plan.experts)} files"
+        )
+
+    def is_finished(self, out: Path) -> bool:
+        """Whether ``out`` already is the container of this checkpoint in this precision, as far as can be told cheaply."""
+        index = Container.open(out)
+        same_config = (out / "config.json").read_bytes() == (self.source / "config.json").read_bytes()
+        return same_config and index.precision == self.plan.precision
+
+    def run(self, out: Path, progress: Callable[[int], None] = lambda _: None, n_threads: int = 2) -> Index:
+        """Writes the container (or what is missing of it). The caller's thread writes; packing runs beside it."""
+        if out.resolve() == self.source.resolve():
+            raise ContainerError("The output must be another directory than the checkpoint.")
+        with ContainerWriter(out, self.plan, self.identity) as writer:
+            writer.require_space()
+            with ThreadPoolExecutor(n_threads) as pool:
+                self._ahead = _Ahead(pool, self._make_expert, depth=n_threads + 1)
+                try:
+                    writer.write(self._make_dense, self._ahead.get, progress)
+                finally:
+                    self._ahead.cancel()
+            writer.copy_files(self.source, [name for name in COPIED_FILES if (self.source / name).is_file()])
+            return writer.finish(self.spec.family, Converter(VERSION, {"precision": self.precision}))
+
+    # ---- checks ---------------------------------------------------------------------------------------------------
+
+    def _check_tensors(self) -> None:
+        used: set[str] = set()
+        for file in self.plan.dense:
+            for item in file.items:
+                for name, shape in self._sources(item):
+                    used.update(self.checkpoint.require(name, shape))
+        for layer in self.plan.experts:
+            for expert in range(layer.n_experts):
+                for name, shape in _expert_sources(layer, expert):
+                    used.update(self.checkpoint.require(name, shape))
+        self._check_copies(used)
+        unknown = sorted(name for name in set(self.checkpoint.tensors) - used if not self._is_ignored(name))
+        if unknown:
+            shown = ", ".join(repr(self.checkpoint.prefix + name) for name in unknown[:4])
+            raise ContainerError(
+                f"{self.source}: {len(unknown)} tensor(s) have no place in a {self.spec.family} model with this config.json: {shown}"
+                f"{', ...' if len(unknown) > 4 else ''}. Leaving weights out would change the model; use the config.json that belongs to them."
+            )
+
+    def _check_copies(self, used: set[str]) -> None:
+        """Copies of the embedding and the head (in the MTP layer, or under tied weights) are dropped only when equal."""
+        spec = self.spec
+        prefix = f"model.layers.{spec.mtp_layer}."
+        pairs = []
+        if spec.n_mtp:
+            head = "lm_head.weight" if "lm_head.weight" in self.checkpoint else "model.embed_tokens.weight"
+            pairs = [
+                (prefix + "embed_tokens.weight", "model.embed_tokens.weight"),
+                (prefix + "shared_head.head.weight", head),
+            ]
+        if spec.tie_embeddings:
+            pairs.append(("lm_head.weight", "model.embed_tokens.weight"))
+        for copy, original in pairs:
+            if copy not in self.checkpoint or copy == original:
+                continue
+            used.update(self.checkpoint.require(copy, (spec.vocab, spec.hidden)))
+            if not self._is_equal(copy, original):
+                raise ContainerError(
+                    f"{self.source}: {copy!r} differs from {original!r}; the container shares one matrix for both. "
+                    "A model whose MTP layer has an embedding or head of its own is not supported."
+                )
+
+    def _is_equal(self, a: str, b: str) -> bool:
+        n_rows = _chunk_rows(self.spec.hidden)
+        return all(
+            np.array_equal(x, y)
+            for x, y in zip(self.checkpoint.row_chunks(a, n_rows), self.checkpoint.row_chunks(b, n_rows))
+        )
+
+    def _is_ignored(self, name: str) -> bool:
+        """Indexer weights of layers that share another layer's selection, and buffers that are no weights."""
+        if name.endswith(_IGNORED_SUFFIXES):
+            return True
+        parts = name.split(".")
+        if parts[:2] != ["model", "layers"] or not parts[2].isdigit() or parts[3:5] != ["self_attn", "indexer"]:
+            return False
+        layer = int(parts[2])
+        return layer < self.spec.n_layers and self.spec.index_kind(layer) == "shared"
+
+    def _sources(self, item: DenseItem) -> list[tuple[str, tuple[int, ...]]]:
+        """Checkpoint tensors (name, shape) that an item is made from."""
+        spec = self.spec
+        if item.name.endswith((".k_b.weight", ".v_b.weight")):
+            return [(_kv_b_name(item.name), (spec.n_heads * (spec.qk_nope + spec.v_head), spec.kv_lora_rank))]
+        if item.name == "lm_head.weight" and spec.tie_embeddings:
+            return [("model.embed_tokens.weight", item.shape)]
+        return [(item.name, item.shape)]
+
+    # ---- making ---------------------------------------------------------------------------------------------------
+
+    def _make_dense(self, item: DenseItem) -> Iterator[Any]:
+        (name, shape) = self._sources(item)[0]
+        try:
+            if item.kind == "vector":
+                vector = self.checkpoint.rows(name)
+                if not np.isfinite(vector).all():
+                    raise ValueError("a value is NaN or infinite")
+                yield vector
+            elif item.stack > 1 or item.name.endswith((".k_b.weight", ".v_b.weight")):
+                yield from pack_chunks(self._head_matrices(item, name), item.format)
+            elif item.kind == "table":
+                yield from table_chunks(self.checkpoint.row_chunks(name, _chunk_rows(shape[1])), item.format)
+            else:
+                yield from pack_chunks(self.checkpoint.row_chunks(name, _chunk_rows(shape[1])), item.format)
+        except ValueError as error:
+            raise ContainerError(f"{self.source}: tensor {name!r} can't be converted: {error}.") from None
+
+    def _head_matrices(self, item: DenseItem, name: str) -> Iterator[F32]:
+        """k_b: [R, nope] per head, the transposed first rows of the head's block; v_b: [v, R], the other rows."""
+        nope, block = self.spec.qk_nope, self.spec.qk_nope + self.spec.v_head
+        is_k = item.name.endswith(".k_b.weight")
+        for head in range(self.spec.n_heads):
+            start = head * block
+            if is_k:
+                yield np.ascontiguousarray(self.checkpoint.rows(name, start, start + nope).T)
+            else:
+                yield self.checkpoint.rows(name, start + nope, start + block)
+
+    def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> Any:
+        layer, expert = source
+        names = [name for name, _ in _expert_sources(layer, expert)]
+        matrices = []
+        for name in names:
+            try:
+                matrices.append(pack_matrix(self.checkpoint.rows(name), layer.layout.format))
+            except ValueError as error:
+                raise ContainerError(f"{self.source}: tensor {name!r} can't be converted: {error}.") from None
+        return expert_record(layer, matrices)
+
+
+class _Ahead:
+    """Makes the next experts of a layer in other threads while the caller writes this one."""
+
+    def __init__(self, pool: ThreadPoolExecutor, make: Callable[[tuple[ExpertFilePlan, int]], Any], depth: int) -> None:
+        self._pool, self._make, self._depth = pool, make, depth
+        self._pending: dict[tuple[str, int], Any] = {}
+
+    def get(self, source: tuple[ExpertFilePlan, int]) -> list[Any]:
+        layer, expert = source
+        for ahead in range(expert, min(expert + self._depth, layer.n_experts)):
+            key = (layer.file, ahead)
+            if key not in self._pending:
+                self._pending[key] = self._pool.submit(self._make, (layer, ahead))
+        return [self._pending.pop((layer.file, expert)).result()]
+
+    def cancel(self) -> None:
+        for future in self._pending.values():
+            future.cancel()
+
+
+def expert_record(layer: ExpertFilePlan, matrices: Any) -> Any:
+    """u8[record_bytes] from the packed (weight, scale) of gate, up and down."""
+    layout = layer.layout
+    record = np.zeros(layout.record_bytes, np.uint8)
+    at = [(layout.gate_w, layout.gate_s), (layout.up_w, layout.up_s), (layout.down_w, layout.down_s)]
+    for (weight, scale), (weight_at, scale_at) in zip(matrices, at):
+        record[weight_at : weight_at + weight.size] = weight
+        if scale is not None and scale_at is not None:
+            record[scale_at : scale_at + scale.size] = scale
+    return record
+
+
+def pack_chunks(chunks: Iterator[F32], fmt: str) -> Iterator[Any]:
+    """Packed weights of matrices (or of row pieces of one) as they come, all scales at the end."""
+    scales = []
+    for chunk in chunks:
+        weight, scale = pack_matrix(chunk, fmt)
+        if scale is not None:
+            scales.append(scale)
+        yield weight
+    yield from scales
+
+
+def table_chunks(chunks: Iterator[F32], fmt: str) -> Iterator[Any]:
+    """The row-major embedding: f32, bf16, or int8 with one f32 scale per row at the end."""
+    scales = []
+    for chunk in chunks:
+        if fmt == "q8":
+            q, scale = quantise_rows(chunk)
+            scales.append(scale)
+            yield q
+        else:
+            if not np.isfinite(chunk).all():
+                raise ValueError("a weight is NaN or infinite")
+            yield to_bf16(chunk) if fmt == "bf16" else np.ascontiguousarray(chunk)
+    yield from scales
+
+
+def _expert_sources(layer: ExpertFilePlan, expert: int) -> list[tuple[str, tuple[int, int]]]:
+    prefix = f"{layer.tensor_name(expert)}."
+    inner, hidden = layer.layout.inner, layer.layout.hidden
+    return [
+        (f"{prefix}gate_proj.weight", (inner, hidden)),
+        (f"{prefix}up_proj.weight", (inner, hidden)),
+        (f"{prefix}down_proj.weight", (hidden, inner)),
+    ]
+
+
+def _kv_b_name(name: str) -> str:
+    return name.rsplit(".", 2)[0] + ".kv_b_proj.weight"
+
+
+def _chunk_rows(width: int) -> int:
+    """Rows of a piece: a multiple of a tile and of an fp8 block."""
+    return max(_CHUNK_VALUES // width // 128, 1) * 128
+
+
+assert 128 % TILE_ROWS == 0

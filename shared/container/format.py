@@ -1,0 +1,279 @@
+"""The container's format: which tensors a model must have, in which format, shape and file; the structs of the index.
+
+Pure: no files are touched here. The converter, ``synth`` and the reader all derive what they write or expect from
+``plan_container``, so a container is complete exactly when it matches its own ``config.json``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from shared.container.pack import FORMATS, scale_bytes, weight_bytes
+from shared.errors import ContainerError
+from shared.model_spec import ModelSpec
+
+FORMAT_VERSION = 1
+INDEX_NAME = "colibri.json"
+RECORD_ALIGN = 4096
+SECTION_ALIGN = 64
+DENSE_FILE_BYTES = 2_000_000_000
+PLAIN_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
+
+ROLES = ("expert", "shared", "attention", "embed", "head", "mtp", "exact")
+
+PRECISIONS: Mapping[str, Mapping[str, str]] = {
+    "int4": dict(expert="q4", shared="q4", attention="q4", embed="q8", head="q8", mtp="q8", exact="f32"),
+    "int8": dict(expert="q8", shared="q8", attention="q8", embed="q8", head="q8", mtp="q8", exact="f32"),
+    "bf16": dict(expert="bf16", shared="bf16", attention="bf16", embed="bf16", head="bf16", mtp="bf16", exact="f32"),
+    "f32": dict(expert="f32", shared="f32", attention="f32", embed="f32", head="f32", mtp="f32", exact="f32"),
+}
+"""Format of each role under a ``--precision``."""
+
+SAFETENSORS_DTYPE_BYTES = {"U8": 1, "I8": 1, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+
+
+class DenseRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One entry of ``colibri.json``'s "dense". ``shape`` is that of one matrix of the stack, or of the vector."""
+
+    file: str
+    format: str
+    role: str
+    shape: tuple[int, ...]
+    checksum: str
+    stack: int = 1
+    scale_checksum: str | None = None
+
+
+class ExpertsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One entry of ``colibri.json``'s "experts": a layer's file."""
+
+    file: str
+    format: str
+    data_offset: int
+    record_bytes: int
+    n_experts: int
+    checksums: tuple[str, ...]
+
+
+class Converter(msgspec.Struct, frozen=True):
+    """Who wrote the container, with which arguments."""
+
+    version: str
+    arguments: dict[str, str]
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``colibri.json``."""
+
+    format_version: int
+    family: str
+    fingerprint: str
+    precision: dict[str, str]
+    converter: Converter
+    dense: dict[str, DenseRecord]
+    experts: dict[str, ExpertsRecord]
+
+
+class ExpertLayout(msgspec.Struct, frozen=True):
+    """Where the sections of one expert record lie: byte offsets from the record's start. Scales: None when unscaled."""
+
+    format: str
+    inner: int
+    hidden: int
+    gate_w: int
+    up_w: int
+    down_w: int
+    gate_s: int | None
+    up_s: int | None
+    down_s: int | None
+    record_bytes: int
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """One safetensors tensor to be: name, dtype, shape, bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    n_bytes: int
+
+
+class DenseItem(msgspec.Struct, frozen=True):
+    """One tensor of the dense part. ``kind``: "matrix" (tile16), "table" (row-major, the embedding) or "vector" (f32)."""
+
+    name: str
+    kind: str
+    role: str
+    format: str
+    shape: tuple[int, ...]
+    stack: int = 1
+
+    @property
+    def stored(self) -> tuple[Stored, ...]:
+        """What lies in the safetensors file: the tensor, then its scales when the format has them."""
+        if self.kind == "vector":
+            return (Stored(self.name, "F32", self.shape, 4 * self.shape[0]),)
+        out, in_ = self.shape
+        if self.kind == "table":
+            dtype = {"f32": "F32", "bf16": "BF16", "q8": "I8"}[self.format]
+            table = Stored(self.name, dtype, self.shape, out * in_ * SAFETENSORS_DTYPE_BYTES[dtype])
+            scale = Stored(self.scale_name, "F32", (out,), 4 * out)
+            return (table, scale) if self.format == "q8" else (table,)
+        n_bytes = self.stack * weight_bytes(self.format, out, in_)
+        weight = Stored(self.name, "U8", (n_bytes,), n_bytes)
+        n_bytes = self.stack * scale_bytes(self.format, out, in_)
+        return (weight, Stored(self.scale_name, "U8", (n_bytes,), n_bytes)) if n_bytes else (weight,)
+
+    @property
+    def scale_name(self) -> str:
+        return f"{self.name}.scale"
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(part.n_bytes for part in self.stored)
+
+
+class DenseFilePlan(msgspec.Struct, frozen=True):
+    file: str
+    items: tuple[DenseItem, ...]
+
+
+class ExpertFilePlan(msgspec.Struct, frozen=True):
+    """One MoE layer's experts, ascending."""
+
+    file: str
+    layer: int
+    n_experts: int
+    layout: ExpertLayout
+
+    def tensor_name(self, expert: int) -> str:
+        return f"model.layers.{self.layer}.mlp.experts.{expert}"
+
+
+class ContainerPlan(msgspec.Struct, frozen=True):
+    """Every file of a container, in the order in which they are written."""
+
+    precision: dict[str, str]
+    dense: tuple[DenseFilePlan, ...]
+    experts: tuple[ExpertFilePlan, ...]
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(item.n_bytes for file in self.dense for item in file.items)
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(file.n_experts * file.layout.record_bytes for file in self.experts)
+
+
+def check_precision(precision: Mapping[str, str]) -> None:
+    """ContainerError unless every role has a format that the kernels offer for it."""
+    if set(precision) != set(ROLES):
+        raise ContainerError(
+            f'{INDEX_NAME}: "precision" must name the roles {", ".join(ROLES)}, found {", ".join(sorted(precision)) or "none"}.'
+        )
+    for role, fmt in precision.items():
+        allowed = ("f32",) if role == "exact" else ("f32", "bf16", "q8") if role == "embed" else FORMATS
+        if fmt not in allowed:
+            raise ContainerError(
+                f'{INDEX_NAME}: precision of role "{role}" must be one of {", ".join(allowed)}, found {fmt!r}.'
+            )
+
+
+def expert_layout(fmt: str, inner: int, hidden: int) -> ExpertLayout:
+    """Sections of a record: gate [F, D], up [F, D], down [D, F] weights, then their scales, each at a multiple of 64."""
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    at, offsets = 0, []
+    for n_bytes in [weight_bytes(fmt, *shape) for shape in shapes] + [scale_bytes(fmt, *shape) for shape in shapes]:
+        offsets.append(at if n_bytes else None)
+        at = -(-(at + n_bytes) // SECTION_ALIGN) * SECTION_ALIGN
+    gate_w, up_w, down_w, gate_s, up_s, down_s = offsets
+    assert gate_w is not None and up_w is not None and down_w is not None
+    record_bytes = -(-at // RECORD_ALIGN) * RECORD_ALIGN
+    return ExpertLayout(fmt, inner, hidden, gate_w, up_w, down_w, gate_s, up_s, down_s, record_bytes)
+
+
+def plan_dense_items(spec: ModelSpec, precision: Mapping[str, str]) -> list[DenseItem]:
+    """Every tensor that is not a routed expert, in the order in which they are stored."""
+    items = [
+        DenseItem("model.embed_tokens.weight", "table", "embed", precision["embed"], (spec.vocab, spec.hidden)),
+        DenseItem("model.norm.weight", "vector", "exact", "f32", (spec.hidden,)),
+        DenseItem("lm_head.weight", "matrix", "head", precision["head"], (spec.vocab, spec.hidden)),
+    ]
+    for layer in spec.all_layers:
+        items.extend(_plan_layer(spec, precision, layer))
+    return items
+
+
+def _plan_layer(spec: ModelSpec, precision: Mapping[str, str], layer: int) -> Iterator[DenseItem]:
+    is_mtp = layer >= spec.n_layers
+    prefix = f"model.layers.{layer}."
+
+    def matrix(name: str, role: str, out: int, in_: int, stack: int = 1) -> DenseItem:
+        role = "mtp" if is_mtp and role != "exact" else role
+        return DenseItem(f"{prefix}{name}.weight", "matrix", role, precision[role], (out, in_), stack)
+
+    def vector(name: str, n: int) -> DenseItem:
+        return DenseItem(prefix + name, "vector", "exact", "f32", (n,))
+
+    if is_mtp:
+        yield vector("enorm.weight", spec.hidden)
+        yield vector("hnorm.weight", spec.hidden)
+        yield matrix("eh_proj", "mtp", spec.hidden, 2 * spec.hidden)
+    yield vector("input_layernorm.weight", spec.hidden)
+    if spec.q_lora_rank is None:
+        yield matrix("self_attn.q_proj", "attention", spec.n_heads * spec.qk_head, spec.hidden)
+    else:
+        yield matrix("self_attn.q_a_proj", "attention", spec.q_lora_rank, spec.hidden)
+        yield vector("self_attn.q_a_layernorm.weight", spec.q_lora_rank)
+        yield matrix("self_attn.q_b_proj", "attention", spec.n_heads * spec.qk_head, spec.q_lora_rank)
+    yield matrix("self_attn.kv_a_proj_with_mqa", "attention", spec.latent, spec.hidden)
+    yield vector("self_attn.kv_a_layernorm.weight", spec.kv_lora_rank)
+    yield matrix("self_attn.k_b", "attention", spec.kv_lora_rank, spec.qk_nope, stack=spec.n_heads)
+    yield matrix("self_attn.v_b", "attention", spec.v_head, spec.kv_lora_rank, stack=spec.n_heads)
+    yield matrix("self_attn.o_proj", "attention", spec.hidden, spec.n_heads * spec.v_head)
+    if spec.index_kind(layer) == "full":
+        yield matrix(
+            "self_attn.indexer.wq_b", "attention", spec.index_heads * spec.index_dim, spec.q_lora_rank or spec.hidden
+        )
+        yield matrix("self_attn.indexer.wk", "attention", spec.index_dim, spec.hidden)
+        yield matrix("self_attn.indexer.weights_proj", "exact", spec.index_heads, spec.hidden)
+        yield vector("self_attn.indexer.k_norm.weight", spec.index_dim)
+        yield vector("self_attn.indexer.k_norm.bias", spec.index_dim)
+    yield vector("post_attention_layernorm.weight", spec.hidden)
+    if spec.layer_kind(layer) == "dense":
+        ffn, inner = "mlp", spec.dense_inner
+    else:
+        yield matrix("mlp.gate", "exact", spec.n_experts, spec.hidden)
+        yield vector("mlp.gate.e_score_correction_bias", spec.n_experts)
+        ffn, inner = "mlp.shared_experts", spec.shared_inner
+    yield matrix(f"{ffn}.gate_proj", "shared", inner, spec.hidden)
+    yield matrix(f"{ffn}.up_proj", "shared", inner, spec.hidden)
+    yield matrix(f"{ffn}.down_proj", "shared", spec.hidden, inner)
+    if is_mtp:
+        yield vector("shared_head.norm.weight", spec.hidden)
+
+
+def plan_container(
+    spec: ModelSpec, precision: Mapping[str, str], dense_file_bytes: int = DENSE_FILE_BYTES
+) -> ContainerPlan:
+    """Files, tensors, formats and shapes of a container of this model."""
+    check_precision(precision)
+    groups: list[list[DenseItem]] = [[]]
+    size = 0
+    for item in plan_dense_items(spec, precision):
+        if groups[-1] and size + item.n_bytes > dense_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(item)
+        size += item.n_bytes
+    dense = tuple(DenseFilePlan(f"dense-{i:05d}.safetensors", tuple(items)) for i, items in enumerate(groups))
+    experts = []
+    for layer in spec.moe_layers:
+        fmt = precision["mtp" if layer >= spec.n_layers else "expert"]
+        layout = expert_layout(fmt, spec.expert_inner, spec.hidden)
+        experts.append(ExpertFilePlan(f"experts-{layer:03d}.safetensors", layer, spec.n_experts, layout))
+    return ContainerPlan(dict(precision), dense, tuple(experts))

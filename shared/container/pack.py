@@ -1,0 +1,215 @@
+"""Matrices in the layout ``tile16`` that the kernels read in place (``native/include/colibri.h``): numpy, no native code.
+
+Used by the converter, by ``synth`` and by tests; the services never pack or unpack. Quantisers are exact definitions
+(docs/container.md): the same input gives the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+GROUP = 64
+TILE_ROWS = 16
+FORMATS = ("f32", "bf16", "q8", "q4")
+
+_F16_MAX = np.float32(65504.0)
+_CHUNK_VALUES = 1 << 20
+
+
+def n_tiles(out: int) -> int:
+    return -(-out // TILE_ROWS)
+
+
+def n_groups(in_: int) -> int:
+    return -(-in_ // GROUP)
+
+
+def weight_bytes(fmt: str, out: int, in_: int) -> int:
+    """Bytes of one packed matrix, scales not included."""
+    if fmt == "f32":
+        return n_tiles(out) * TILE_ROWS * in_ * 4
+    if fmt == "bf16":
+        return n_tiles(out) * TILE_ROWS * in_ * 2
+    if fmt == "q8":
+        return n_tiles(out) * n_groups(in_) * TILE_ROWS * GROUP
+    if fmt == "q4":
+        return n_tiles(out) * n_groups(in_) * TILE_ROWS * GROUP // 2
+    raise ValueError(f"unknown format {fmt!r}")
+
+
+def scale_bytes(fmt: str, out: int, in_: int) -> int:
+    """Bytes of one packed matrix's scales; 0 for f32 and bf16."""
+    if fmt == "q8":
+        return n_tiles(out) * TILE_ROWS * 4
+    if fmt == "q4":
+        return n_tiles(out) * n_groups(in_) * TILE_ROWS * 2
+    if fmt in FORMATS:
+        return 0
+    raise ValueError(f"unknown format {fmt!r}")
+
+
+def to_bf16(x: F32) -> npt.NDArray[np.uint16]:
+    """Round to nearest even bfloat16; a NaN stays a quiet NaN."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(
+        np.uint16
+    )
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    if is_nan.any():
+        rounded = np.where(is_nan, (bits >> np.uint32(16)).astype(np.uint16) | np.uint16(0x40), rounded)
+    return rounded
+
+
+def from_bf16(x: npt.NDArray[np.uint16]) -> F32:
+    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def pack_matrix(w: F32, fmt: str) -> tuple[U8, U8 | None]:
+    """w f32[out, in] -> packed weight u8[weight_bytes] and scale u8[scale_bytes] (None for f32, bf16).
+
+    Rows may be packed in several calls and joined, provided that every call but the last has a multiple of 16 rows.
+    ValueError when a value is not finite, or too large for the format.
+    """
+    w = np.ascontiguousarray(w, dtype=np.float32)
+    out, in_ = w.shape
+    weight = np.empty(weight_bytes(fmt, out, in_), np.uint8)
+    scale = np.empty(scale_bytes(fmt, out, in_), np.uint8)
+    # Rows in pieces that stay in the cache: three times faster than whole matrices.
+    step = max(_CHUNK_VALUES // max(in_, 1) // TILE_ROWS, 1) * TILE_ROWS
+    for start in range(0, out, step):
+        part = w[start : start + step]
+        tiles, packed, scales = n_tiles(part.shape[0]), None, None
+        if part.shape[0] % TILE_ROWS:
+            part = np.concatenate([part, np.zeros((-part.shape[0] % TILE_ROWS, in_), np.float32)])
+        packed, scales = _PACKERS[fmt](part)
+        at = weight_bytes(fmt, start, in_)
+        weight[at : at + tiles * weight_bytes(fmt, TILE_ROWS, in_)] = packed
+        if scales is not None:
+            at = scale_bytes(fmt, start, in_)
+            scale[at : at + tiles * scale_bytes(fmt, TILE_ROWS, in_)] = scales
+    return weight, scale if scale.size else None
+
+
+def unpack_matrix(weight: U8, scale: U8 | None, fmt: str, out: int, in_: int) -> F32:
+    """The dequantised matrix f32[out, in]; exact for f32 and bf16. Padding is dropped, not checked."""
+    tiles = n_tiles(out)
+    if fmt == "f32":
+        plain = weight.view(np.float32).reshape(tiles, in_, TILE_ROWS)
+    elif fmt == "bf16":
+        plain = from_bf16(weight.view(np.uint16)).reshape(tiles, in_, TILE_ROWS)
+    else:
+        q, s = unpack_quants(weight, scale, fmt, out, in_)
+        return q.astype(np.float32) * (s[:, None] if fmt == "q8" else np.repeat(s, GROUP, axis=1)[:, :in_])
+    return np.ascontiguousarray(plain.transpose(0, 2, 1).reshape(-1, in_)[:out])
+
+
+def unpack_quants(
+    weight: U8, scale: U8 | None, fmt: str, out: int, in_: int
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
+    """(q i8[out, in], scales): f32[out] for q8, f32[out, groups] for q4."""
+    assert scale is not None
+    tiles, groups = n_tiles(out), n_groups(in_)
+    if fmt == "q8":
+        q = weight.reshape(tiles, groups, 16, TILE_ROWS, 4).transpose(0, 3, 1, 2, 4)
+        s = scale.view(np.float32)[:out]
+    else:
+        packed = weight.reshape(tiles, groups, 8, TILE_ROWS, 4)
+        halves = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=2)
+        q = halves.transpose(0, 4, 1, 2, 3, 5)
+        by_group = scale.view(np.float16).reshape(tiles, groups, TILE_ROWS).transpose(0, 2, 1)
+        s = by_group.reshape(-1, groups)[:out].astype(np.float32)
+    zero = np.int16(128 if fmt == "q8" else 8)
+    plain = q.reshape(tiles * TILE_ROWS, groups * GROUP)[:out, :in_].astype(np.int16) - zero
+    return plain.astype(np.int8), s
+
+
+def quantise_rows(w: F32) -> tuple[npt.NDArray[np.int8], F32]:
+    """w f32[rows, n] -> q i8[rows, n] in -127..127 and one scale f32 per row, max|w| / 127."""
+    largest = np.abs(w).max(axis=1, initial=0.0).astype(np.float32)
+    _require_finite(largest)
+    scale = largest / np.float32(127.0)
+    # A denormal scale has lost bits; where it is 0 every value of the row rounds to 0.
+    safe = np.where(scale > 0, scale, np.float32(1.0))
+    q = np.rint(w / safe[:, None])
+    np.clip(q, -127.0, 127.0, out=q)
+    q[scale == 0] = 0.0
+    return q.astype(np.int8), scale
+
+
+def quantise_groups(w: F32) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
+    """w f32[rows, groups * 64] -> q i8 in -8..7 of the same shape and scales f16[rows, groups].
+
+    The scale is f16(max|w| / 7), raised to the next f16 where rounding down would push the largest value out of range.
+    """
+    grouped = w.reshape(w.shape[0], -1, GROUP)
+    largest = np.abs(grouped).max(axis=2).astype(np.float32)
+    _require_finite(largest)
+    wanted = largest / np.float32(7.0)
+    if wanted.size and float(wanted.max()) > float(_F16_MAX):
+        raise ValueError(f"a weight of {float(largest.max()):g} is too large for int4 (at most {7 * 65504})")
+    scale = wanted.astype(np.float16)
+    wide = scale.astype(np.float32)
+    clips = largest >= np.float32(7.5) * wide
+    clips &= largest > 0
+    if clips.any():
+        scale[clips] = np.nextafter(scale[clips], np.float16(np.inf))
+        wide = scale.astype(np.float32)
+    safe = np.where(wide > 0, wide, np.float32(1.0))
+    q = grouped / safe[:, :, None]
+    np.rint(q, out=q)
+    np.clip(q, -8.0, 7.0, out=q)
+    return q.astype(np.int8).reshape(w.shape), scale
+
+
+def _require_finite(largest: npt.NDArray[Any]) -> None:
+    if not np.isfinite(largest).all():
+        raise ValueError("a weight is NaN or infinite")
+
+
+def _bytes(x: npt.NDArray[Any]) -> U8:
+    return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+
+
+def _pad_groups(w: F32) -> F32:
+    rest = -w.shape[1] % GROUP
+    return np.pad(w, ((0, 0), (0, rest))) if rest else w
+
+
+def _pack_f32(w: F32) -> tuple[U8, U8 | None]:
+    return _bytes(w.reshape(-1, TILE_ROWS, w.shape[1]).transpose(0, 2, 1)), None
+
+
+def _pack_bf16(w: F32) -> tuple[U8, U8 | None]:
+    return _bytes(to_bf16(w).reshape(-1, TILE_ROWS, w.shape[1]).transpose(0, 2, 1)), None
+
+
+def _pack_q8(w: F32) -> tuple[U8, U8 | None]:
+    q, scale = quantise_rows(w)
+    stored = _pad_groups_i8(q).view(np.uint8) ^ np.uint8(128)
+    tiles = stored.reshape(w.shape[0] // TILE_ROWS, TILE_ROWS, -1, 4)
+    # [tile][row][group * 16 + kq][4] -> [tile][group * 16 + kq][row][4]; four bytes move as one word
+    words = np.ascontiguousarray(tiles).view(np.uint32)[..., 0]
+    return _bytes(words.transpose(0, 2, 1)), _bytes(scale)
+
+
+def _pack_q4(w: F32) -> tuple[U8, U8 | None]:
+    q, scale = quantise_groups(_pad_groups(w))
+    stored = (q + np.int8(8)).view(np.uint8).reshape(w.shape[0], -1, 2, GROUP // 2)
+    bytes_ = stored[:, :, 0] | (stored[:, :, 1] << np.uint8(4))
+    words = np.ascontiguousarray(bytes_).view(np.uint32).reshape(w.shape[0] // TILE_ROWS, TILE_ROWS, -1)
+    scales = scale.reshape(w.shape[0] // TILE_ROWS, TILE_ROWS, -1).transpose(0, 2, 1)
+    return _bytes(words.transpose(0, 2, 1)), _bytes(scales)
+
+
+def _pad_groups_i8(q: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+    rest = -q.shape[1] % GROUP
+    return np.ascontiguousarray(np.pad(q, ((0, 0), (0, rest))) if rest else q)
+
+
+_PACKERS = {"f32": _pack_f32, "bf16": _pack_bf16, "q8": _pack_q8, "q4": _pack_q4}

@@ -1,0 +1,464 @@
+"""Opens a container: validates everything that can be checked without reading weights, then reads the dense part.
+
+``Container.open`` compares ``colibri.json`` with what the model's ``config.json`` calls for, and both with the headers and
+sizes of the files. ``read_dense`` fills one buffer and verifies checksums. Experts are read by expert_io itself, from the
+offsets given here; ``verify`` reads everything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shared.container.checksum import checksum
+from shared.container.format import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    PLAIN_FILE_NAME,
+    ContainerPlan,
+    Converter,
+    DenseItem,
+    DenseRecord,
+    ExpertFilePlan,
+    ExpertLayout,
+    ExpertsRecord,
+    Index,
+    check_precision,
+    plan_container,
+)
+from shared.container.safetensors_file import FileHeader, read_header
+from shared.errors import ChecksumMismatch, ContainerError, ShortRead
+from shared.model_spec import ModelSpec
+
+_ALIGN = 64
+_PIECE_BYTES = 16 << 20
+_INDEX_LIMIT_BYTES = 1 << 30
+
+
+class DenseEntry(msgspec.Struct, frozen=True):
+    """A tensor of the dense part. Offsets are absolute; ``shape`` is one matrix of the ``stack``, or the vector."""
+
+    name: str
+    kind: str
+    """"matrix" (tile16), "table" (row-major embedding) or "vector" (plain f32)."""
+    file: Path
+    offset: int
+    bytes: int
+    format: str
+    role: str
+    shape: tuple[int, ...]
+    stack: int
+    checksum: str
+    scale_offset: int = 0
+    scale_bytes: int = 0
+    scale_checksum: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in the buffer of ``read_dense``: weight and scales, each rounded up to 64."""
+        return _aligned(self.bytes) + _aligned(self.scale_bytes)
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """A loaded tensor; arrays are views into the caller's buffer, 64-byte aligned.
+
+    matrix: ``weight`` u8 (tile16; a stack's matrices follow each other), ``scale`` u8 or None.
+    table: ``weight`` f32, u16 (bf16) or i8 [V, D], ``scale`` f32[V] or None. vector: ``weight`` f32[n].
+    """
+
+    name: str
+    kind: str
+    weight: npt.NDArray[Any]
+    scale: npt.NDArray[Any] | None
+    format: str
+    shape: tuple[int, ...]
+    stack: int
+
+
+class ExpertFile(msgspec.Struct, frozen=True):
+    """One MoE layer's records: record ``e`` lies at ``offset_of(e)``, a multiple of 4096."""
+
+    layer: int
+    path: Path
+    format: str
+    data_offset: int
+    record_bytes: int
+    n_experts: int
+    checksums: tuple[str, ...]
+    layout: ExpertLayout
+
+    def offset_of(self, expert: int) -> int:
+        return self.data_offset + expert * self.record_bytes
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What the ledger needs to know of a container, besides the spec. Bytes of each role's tensors as loaded."""
+
+    dense_bytes: int
+    """Attention: everything but gates, shared experts of MoE layers and the MTP layer."""
+    gate_bytes: int
+    shared_bytes: int
+    """Shared experts of all MoE layers (expert_io holds them)."""
+    mtp_bytes: int
+    """The MTP layer without gate and shared expert."""
+    record_bytes: tuple[int, ...]
+    """Of each MoE layer, ascending."""
+
+
+class Container:
+    """A validated container. ``experts`` has one file per MoE layer, the MTP layer included."""
+
+    def __init__(
+        self, path: Path, spec: ModelSpec, index: Index, dense: dict[str, DenseEntry], experts: dict[int, ExpertFile]
+    ) -> None:
+        self.path, self.spec, self.dense, self.experts = path, spec, dense, experts
+        self.fingerprint: str = index.fingerprint
+        self.precision: dict[str, str] = index.precision
+        self.converter: Converter = index.converter
+
+    @staticmethod
+    def open(path: Path | str) -> Container:
+        """ContainerError or ConfigError names the file and what does not fit; no weights are read."""
+        path = Path(path)
+        index = _read_index(path)
+        spec = ModelSpec.load(path)
+        if index.family != spec.family:
+            raise ContainerError(
+                f"{path}: {INDEX_NAME} says family {index.family!r}, config.json says {spec.family!r}. Convert the checkpoint again."
+            )
+        check_precision(index.precision)
+        plan = plan_container(spec, index.precision)
+        return Container(
+            path, spec, index, _open_dense(path, plan, index.dense), _open_experts(path, plan, index.experts)
+        )
+
+    def facts(self) -> Facts:
+        """Bytes by owner, for the ledger."""
+        sums = dict.fromkeys(("dense", "gate", "shared", "mtp"), 0)
+        for entry in self.dense.values():
+            sums[owner_of(entry.name, self.spec)] += entry.total_bytes
+        records = tuple(self.experts[layer].record_bytes for layer in sorted(self.experts))
+        return Facts(sums["dense"], sums["gate"], sums["shared"], sums["mtp"], records)
+
+    def read_dense(
+        self,
+        wanted: Collection[str] | Callable[[DenseEntry], bool],
+        allocate: Callable[[int], npt.NDArray[np.uint8]],
+    ) -> dict[str, Tensor]:
+        """Reads the wanted tensors (names, or a predicate) into one buffer and verifies their checksums.
+
+        ``allocate(n_bytes)`` gives a u8 array of at least that size, 64-byte aligned, that outlives the tensors.
+        ShortRead, ChecksumMismatch, or ContainerError for a name that does not exist.
+        """
+        if callable(wanted):
+            entries = [entry for entry in self.dense.values() if wanted(entry)]
+        else:
+            missing = sorted(set(wanted) - set(self.dense))
+            if missing:
+                raise ContainerError(f"{self.path} has no tensor {missing[0]!r}; convert the checkpoint again.")
+            entries = [entry for name, entry in self.dense.items() if name in set(wanted)]
+        entries.sort(key=lambda entry: (entry.file, entry.offset))
+        buffer = allocate(max(sum(entry.total_bytes for entry in entries), _ALIGN))
+        if buffer.ctypes.data % _ALIGN:
+            raise ValueError("allocate() must give memory aligned to 64 bytes")
+        tensors: dict[str, Tensor] = {}
+        at = 0
+        with _Files() as files:
+            for entry in entries:
+                weight = buffer[at : at + entry.bytes]
+                at += _aligned(entry.bytes)
+                files.fill(entry.file, entry.offset, weight, entry.checksum, entry.name)
+                scale = None
+                if entry.scale_bytes:
+                    scale = buffer[at : at + entry.scale_bytes]
+                    at += _aligned(entry.scale_bytes)
+                    files.fill(entry.file, entry.scale_offset, scale, entry.scale_checksum, f"{entry.name}.scale")
+                tensors[entry.name] = _as_tensor(entry, weight, scale)
+        return {name: tensors[name] for name in self.dense if name in tensors}
+
+    def verify(self) -> Iterator[tuple[str, int, str | None]]:
+        """Reads everything: yields (what, bytes, None or the complaint) per tensor and per expert."""
+        buffer = np.empty(_PIECE_BYTES, np.uint8)
+        with _Files() as files:
+            for entry in self.dense.values():
+                buffer = _at_least(buffer, max(entry.bytes, entry.scale_bytes))
+                yield (
+                    entry.name,
+                    entry.bytes,
+                    files.try_fill(entry.file, entry.offset, buffer[: entry.bytes], entry.checksum, entry.name),
+                )
+                if entry.scale_bytes:
+                    name, part = f"{entry.name}.scale", buffer[: entry.scale_bytes]
+                    yield (
+                        name,
+                        entry.scale_bytes,
+                        files.try_fill(entry.file, entry.scale_offset, part, entry.scale_checksum, name),
+                    )
+            for layer, file in sorted(self.experts.items()):
+                buffer = _at_least(buffer, file.record_bytes)
+                for expert in range(file.n_experts):
+                    name, part = f"layer {layer} expert {expert}", buffer[: file.record_bytes]
+                    complaint = files.try_fill(file.path, file.offset_of(expert), part, file.checksums[expert], name)
+                    yield name, file.record_bytes, complaint
+
+    def read_expert(self, layer: int, expert: int) -> npt.NDArray[np.uint8]:
+        """One record, checksum verified: for tests and tools, not for the hot path."""
+        file = self.experts[layer]
+        record = np.empty(file.record_bytes, np.uint8)
+        with _Files() as files:
+            files.fill(
+                file.path, file.offset_of(expert), record, file.checksums[expert], f"layer {layer} expert {expert}"
+            )
+        return record
+
+
+def owner_of(name: str, spec: ModelSpec) -> str:
+    """Which process holds a dense tensor: "dense" (attention), "gate" (router), "shared" (expert_io), "mtp" (drafter)."""
+    parts = name.split(".")
+    if parts[:2] != ["model", "layers"]:
+        return "dense"
+    layer = int(parts[2])
+    if parts[3:5] == ["mlp", "gate"]:
+        return "gate"
+    if parts[3:5] == ["mlp", "shared_experts"]:
+        return "shared"
+    return "mtp" if layer >= spec.n_layers else "dense"
+
+
+def aligned_buffer(n_bytes: int) -> npt.NDArray[np.uint8]:
+    """A 64-byte aligned u8 array of ordinary memory: an ``allocate`` for tests and tools."""
+    raw = np.empty(n_bytes + _ALIGN, np.uint8)
+    start = -raw.ctypes.data % _ALIGN
+    return raw[start : start + n_bytes]
+
+
+class _Files:
+    """Open files of one reading pass. What was read leaves the page cache: weights are read once, then never again."""
+
+    def __init__(self) -> None:
+        self._fds: dict[Path, int] = {}
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+
+    def fill(self, path: Path, offset: int, target: npt.NDArray[np.uint8], expected: str, what: str) -> None:
+        fd = self._fds.get(path)
+        try:
+            if fd is None:
+                fd = self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            view, done = memoryview(target), 0
+            while done < len(view):
+                n_read = os.preadv(fd, [view[done : done + _PIECE_BYTES]], offset + done)
+                if n_read == 0:
+                    raise ShortRead(
+                        f"{path}: {what} needs {len(view):,} bytes at offset {offset:,}, the file ends after {done:,}. "
+                        "Copy the container again."
+                    )
+                done += n_read
+            os.posix_fadvise(fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise ContainerError(f"{path}: {what} can't be read at offset {offset:,}: {error.strerror}.") from None
+        found = checksum(target)
+        if found != expected:
+            raise ChecksumMismatch(
+                f"{path}: {what} at offset {offset:,} has checksum {found}, expected {expected}: the bytes on disk are not those "
+                "that were written. Copy the container again; `colibri verify` lists everything that is damaged."
+            )
+
+    def try_fill(self, path: Path, offset: int, target: npt.NDArray[np.uint8], expected: str, what: str) -> str | None:
+        try:
+            self.fill(path, offset, target, expected, what)
+        except (ShortRead, ChecksumMismatch, ContainerError) as error:
+            return str(error)
+        return None
+
+
+def _as_tensor(entry: DenseEntry, weight: npt.NDArray[np.uint8], scale: npt.NDArray[np.uint8] | None) -> Tensor:
+    plain: npt.NDArray[Any] = weight
+    plain_scale: npt.NDArray[Any] | None = scale
+    if entry.kind == "vector":
+        plain = weight.view(np.float32)
+    elif entry.kind == "table":
+        dtype = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}[entry.format]
+        plain = weight.view(dtype).reshape(entry.shape)
+        plain_scale = None if scale is None else scale.view(np.float32)
+    return Tensor(entry.name, entry.kind, plain, plain_scale, entry.format, entry.shape, entry.stack)
+
+
+def _read_index(path: Path) -> Index:
+    index_path = path / INDEX_NAME
+    try:
+        if index_path.stat().st_size > _INDEX_LIMIT_BYTES:
+            raise ContainerError(f"{index_path} is larger than 1 GiB; it is not an index that the converter wrote.")
+        raw = index_path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ContainerError(_no_index(path)) from None
+    except OSError as error:
+        raise ContainerError(f"{index_path} can't be read: {error.strerror}.") from None
+    try:
+        version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
+        if version != FORMAT_VERSION:
+            raise ContainerError(
+                f"{index_path} has format version {version!r}, this program reads version {FORMAT_VERSION}. "
+                "Convert the checkpoint again with this program."
+            )
+        return msgspec.json.decode(raw, type=Index)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ContainerError(
+            f"{index_path} is malformed ({error}). Copy it again, or convert the checkpoint again."
+        ) from None
+
+
+def _no_index(path: Path) -> str:
+    if not path.is_dir():
+        return f"{path} is not a directory. Give the directory of a container."
+    if (path / ".unfinished").is_dir():
+        return f"{path} is unfinished: the conversion was interrupted. Run the same `colibri convert` command again, it goes on from there."
+    if any(path.glob("*.safetensors")):
+        return f"{path} is a checkpoint, not a container (it has no {INDEX_NAME}). Run: colibri convert {path} OUT"
+    return f"{path} holds no {INDEX_NAME}: it is not a container. Give the directory that `colibri convert` wrote."
+
+
+def _require_same_names(path: Path, what: str, expected: Collection[str], found: Collection[str]) -> None:
+    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    if missing:
+        raise ContainerError(
+            f"{path}: {INDEX_NAME} lacks {what} {missing[0]!r} ({len(missing)} missing). Convert the checkpoint again."
+        )
+    if extra:
+        raise ContainerError(
+            f"{path}: {INDEX_NAME} lists {what} {extra[0]!r}, which the model does not have. Convert the checkpoint again."
+        )
+
+
+def _checked_file(path: Path, name: str) -> Path:
+    if not PLAIN_FILE_NAME.fullmatch(name):
+        raise ContainerError(
+            f"{path}: {INDEX_NAME} names the file {name!r}; files of a container lie in its own directory."
+        )
+    return path / name
+
+
+def _open_dense(path: Path, plan: ContainerPlan, records: dict[str, DenseRecord]) -> dict[str, DenseEntry]:
+    items = {item.name: item for file in plan.dense for item in file.items}
+    _require_same_names(path, "tensor", items, records)
+    headers: dict[str, FileHeader] = {}
+    entries = {}
+    for name, item in items.items():
+        record = records[name]
+        expected = (item.format, item.role, item.shape, item.stack, len(item.stored) > 1)
+        if (record.format, record.role, record.shape, record.stack, record.scale_checksum is not None) != expected:
+            raise ContainerError(
+                f"{path}: {INDEX_NAME} describes {name!r} as {record.format} {record.role} {list(record.shape)} x {record.stack}, "
+                f"the model calls for {item.format} {item.role} {list(item.shape)} x {item.stack}. Convert the checkpoint again."
+            )
+        file = _checked_file(path, record.file)
+        if record.file not in headers:
+            headers[record.file] = read_header(file)
+        entries[name] = _dense_entry(file, headers[record.file], item, record)
+    _require_exact_files(path, headers, {f: [n for n, r in records.items() if r.file == f] for f in headers}, records)
+    return entries
+
+
+def _dense_entry(file: Path, header: FileHeader, item: DenseItem, record: DenseRecord) -> DenseEntry:
+    places = []
+    for stored in item.stored:
+        found = header.tensors.get(stored.name)
+        if found is None or (found.dtype, found.shape, found.n_bytes) != (stored.dtype, stored.shape, stored.n_bytes):
+            shown = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
+            raise ContainerError(
+                f"{file}: expected tensor {stored.name!r} as {stored.dtype} {list(stored.shape)}, found {shown}. Copy the file again."
+            )
+        places.append(found)
+    scale = (places[1].offset, places[1].n_bytes, record.scale_checksum or "") if len(places) > 1 else (0, 0, "")
+    return DenseEntry(
+        item.name, item.kind, file, places[0].offset, places[0].n_bytes, item.format, item.role, item.shape, item.stack,
+        record.checksum, *scale,
+    )  # fmt: skip
+
+
+def _require_exact_files(
+    path: Path, headers: dict[str, FileHeader], names: dict[str, list[str]], records: dict[str, DenseRecord]
+) -> None:
+    for file, header in headers.items():
+        expected = set(names[file]) | {
+            f"{name}.scale" for name in names[file] if records[name].scale_checksum is not None
+        }
+        extra = sorted(set(header.tensors) - expected)
+        if extra:
+            raise ContainerError(
+                f"{path / file} holds tensor {extra[0]!r}, which {INDEX_NAME} does not list. Copy both again."
+            )
+        _require_size(path / file, header)
+
+
+def _require_size(path: Path, header: FileHeader) -> None:
+    end = header.data_offset + sum(entry.n_bytes for entry in header.tensors.values())
+    if end != header.file_bytes:
+        raise ContainerError(f"{path} should have {end:,} bytes, it has {header.file_bytes:,}. Copy the file again.")
+
+
+def _open_experts(path: Path, plan: ContainerPlan, records: dict[str, ExpertsRecord]) -> dict[int, ExpertFile]:
+    plans = {str(file.layer): file for file in plan.experts}
+    _require_same_names(path, "experts of layer", plans, records)
+    return {file.layer: _open_expert_file(path, file, records[key]) for key, file in plans.items()}
+
+
+def _open_expert_file(path: Path, plan: ExpertFilePlan, record: ExpertsRecord) -> ExpertFile:
+    file = _checked_file(path, record.file)
+    layout = plan.layout
+    if (record.format, record.record_bytes, record.n_experts) != (layout.format, layout.record_bytes, plan.n_experts):
+        raise ContainerError(
+            f"{path}: {INDEX_NAME} gives layer {plan.layer} {record.n_experts} experts of {record.record_bytes:,} bytes in {record.format}, "
+            f"the model calls for {plan.n_experts} of {layout.record_bytes:,} in {layout.format}. Convert the checkpoint again."
+        )
+    if len(record.checksums) != plan.n_experts:
+        raise ContainerError(
+            f"{path}: {INDEX_NAME} has {len(record.checksums)} checksums for the {plan.n_experts} experts of layer {plan.layer}. "
+            "Convert the checkpoint again."
+        )
+    header = read_header(file)
+    if header.data_offset != record.data_offset or record.data_offset % 4096:
+        raise ContainerError(
+            f"{file}: records start at byte {header.data_offset:,}, {INDEX_NAME} says {record.data_offset:,} (a multiple of 4,096). Copy both again."
+        )
+    _require_same_names(file, "tensor", [plan.tensor_name(e) for e in range(plan.n_experts)], header.tensors)
+    for expert in range(plan.n_experts):
+        entry = header.tensors[plan.tensor_name(expert)]
+        if (entry.dtype, entry.shape) != (
+            "U8",
+            (record.record_bytes,),
+        ) or entry.offset != record.data_offset + expert * record.record_bytes:
+            raise ContainerError(
+                f"{file}: {plan.tensor_name(expert)!r} should be U8 [{record.record_bytes}] at byte "
+                f"{record.data_offset + expert * record.record_bytes:,}, found {entry.dtype} {list(entry.shape)} at {entry.offset:,}. Copy the file again."
+            )
+    _require_size(file, header)
+    return ExpertFile(
+        plan.layer,
+        file,
+        record.format,
+        record.data_offset,
+        record.record_bytes,
+        record.n_experts,
+        record.checksums,
+        layout,
+    )
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // _ALIGN) * _ALIGN
+
+
+def _at_least(buffer: npt.NDArray[np.uint8], n_bytes: int) -> npt.NDArray[np.uint8]:
+    return buffer if buffer.size >= n_bytes else np.empty(n_bytes, np.uint8)
