@@ -57,6 +57,8 @@ class Stage(IntEnum):
     GRAMMAR = 19
     UNION = 20
     """expert_io sorts rows by expert, looks at its slots and issues reads"""
+    RESIDUAL = 22
+    """attention adds the experts' rows to its residual stream"""
     STREAM = 21
     """router hands new tokens to the gateway"""
 

@@ -1,0 +1,11 @@
+"""Entry point of the attention process: ``python -m services.attention --config FILE``."""
+
+from __future__ import annotations
+
+import sys
+
+from services.attention.service import AttentionService
+from shared.lifecycle import run_service
+
+if __name__ == "__main__":
+    sys.exit(run_service(AttentionService(), sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""attention's shell: a step's rows through all layers, pausing at each MoE layer for the experts.
+
+Owns the residual stream of the step in flight, the dense weights and the KV segment's use. Knows nothing of tokens'
+meaning, of gates or of where experts lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from native.attention import AttnStep, attn_forward, embed
+from native.kernels import ffn_forward, linear, rmsnorm
+from native.library import NativeError, Pool, dispatch_text
+from services.attention.weights import DenseWeights
+from shared.counters import Counters
+from shared.frame import Frame, FrameSet, frame_dims
+from shared.kv_layout import kv_layout
+from shared.lifecycle import Service, ServiceContext
+from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned, StepPlan
+from shared.messages.drafter import EmbedReady, HeadReady
+from shared.messages.layer import HiddenReady, LayerFailed, Mixed
+from shared.messages.router import LogitsReady
+from shared.segments import Segment
+from shared.stages import Stage, StepTimer
+
+
+@dataclass
+class StepRun:
+    """The step in flight: all layers below ``layer`` are done; at a MoE layer the experts' answer is awaited."""
+
+    plan: StepPlan
+    layer: int = 0
+    is_waiting: bool = False
+
+
+class AttentionService(Service):
+    """See the module docstring."""
+
+    name = "attention"
+    receives = (StepPlan, EmbedWanted, HeadWanted, StepAbandoned, Mixed)
+
+    def load(self, ctx: ServiceContext) -> dict[str, str]:
+        self._ctx = ctx
+        self._bus = ctx.bus
+        config = ctx.config
+        ctx.set_stage("load dense part")
+        self._weights = weights = DenseWeights(Path(config.model_dir))
+        self._spec = spec = weights.spec
+        self._pool = Pool(config.n_threads)
+        self._kv_segment = Segment.attach(config.run_id, "kv")
+        self._frames_segment = Segment.attach(config.run_id, "frames")
+        self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
+        self._counters_segment = Segment.attach(config.run_id, "counters")
+        self._counters = Counters(self._counters_segment.buf, "attention")
+        self._timer = StepTimer("attention")
+        n_rows = len(self._frames.frame(0).token)
+        self._x = np.empty((n_rows, spec.hidden), np.float32)
+        self._final = np.empty((n_rows, spec.hidden), np.float32)
+        self._selected = np.empty((n_rows, max(1, spec.index_topk)), np.int32)
+        self._n_selected = np.full(n_rows, -1, np.int32)
+        layout = kv_layout(spec, spec.index_kinds, config.kv_dtype, config.n_kv_blocks)
+        kv = np.frombuffer(self._kv_segment.buf, np.uint8)
+        self._steps = [
+            AttnStep(
+                kv=kv[at.latent_offset :],
+                index_k=None if at.index_offset is None else kv[at.index_offset :],
+                kv_format=config.kv_dtype,
+                n_blocks=config.n_kv_blocks,
+                selected=self._selected,
+                n_selected=self._n_selected,
+                x=self._x,
+            )
+            for at in layout.layers
+        ]
+        self._run: StepRun | None = None
+        return {"kernels": dispatch_text(), "dense_bytes": str(weights.n_bytes)}
+
+    def is_idle(self) -> bool:
+        return self._run is None
+
+    def close(self) -> None:
+        self._pool.close()
+        self._weights.close()
+        for segment in (self._kv_segment, self._frames_segment, self._counters_segment):
+            segment.close()
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def handle(self, msg: Any, sender: str) -> None:
+        if isinstance(msg, Mixed):
+            self._on_mixed(msg)
+        elif isinstance(msg, StepPlan):
+            self._on_plan(msg)
+        elif isinstance(msg, EmbedWanted):
+            frame = self._frames.frame(msg.frame)
+            self._timer.begin_step(frame, msg.step)
+            with self._timer.stage(Stage.EMBED, self._spec.mtp_layer):
+                self._embed(frame, msg.n_rows, frame.embed)
+            self._counters.add("embeds", msg.n_rows)
+            self._bus.post("drafter", EmbedReady(msg.step))
+        elif isinstance(msg, HeadWanted):
+            frame = self._frames.frame(msg.frame)
+            self._timer.begin_step(frame, msg.step)
+            with self._timer.stage(Stage.HEAD, self._spec.mtp_layer):
+                self._head(frame, frame.final, msg.n_logits)
+            self._bus.post("drafter", HeadReady(msg.step))
+        elif isinstance(msg, StepAbandoned) and self._run and self._run.plan.step < msg.before:
+            self._run = None
+
+    def _on_plan(self, plan: StepPlan) -> None:
+        if self._run and plan.step < self._run.plan.step:
+            return
+        frame = self._frames.frame(plan.frame)
+        self._timer.begin_step(frame, plan.step)
+        self._run = StepRun(plan)
+        self._counters.add("steps", 1)
+        self._counters.add("rows", plan.n_rows)
+        try:
+            with self._timer.stage(Stage.EMBED):
+                self._embed(frame, plan.n_rows, self._x)
+            self._advance(self._run, frame)
+        except NativeError as error:
+            self._fail(error)
+
+    def _on_mixed(self, msg: Mixed) -> None:
+        run = self._run
+        if run is None or not run.is_waiting or (msg.step, msg.layer) != (run.plan.step, run.layer):
+            return
+        frame = self._frames.frame(run.plan.frame)
+        n = run.plan.n_rows
+        with self._timer.stage(Stage.RESIDUAL, run.layer):
+            np.add(self._x[:n], frame.mixed[:n], out=self._x[:n])
+        run.is_waiting = False
+        run.layer += 1
+        try:
+            self._advance(run, frame)
+        except NativeError as error:
+            self._fail(error)
+
+    def _fail(self, error: NativeError) -> None:
+        run, self._run = self._run, None
+        if run:
+            self._bus.post("router", LayerFailed(run.plan.step, run.layer, -1, "kernel_failed", str(error)))
+
+    # -- layers ----------------------------------------------------------------------------------------------
+
+    def _advance(self, run: StepRun, frame: Frame) -> None:
+        """Run layers until the experts are needed or the step is complete."""
+        n, spec = run.plan.n_rows, self._spec
+        while run.layer < spec.n_layers:
+            layer = run.layer
+            step = self._steps[layer]
+            with self._timer.stage(Stage.ATTENTION, layer):
+                step.set_rows(
+                    n, frame.position, frame.seq, frame.block_table[: run.plan.n_sequences], frame.hidden
+                )
+                attn_forward(self._pool, self._weights.layers[layer], step)
+            ffn = self._weights.dense_ffn.get(layer)
+            if ffn is None:
+                run.is_waiting = True
+                ready = HiddenReady(run.plan.step, layer, run.plan.frame, n)
+                self._bus.post("router", ready)
+                self._bus.post("expert_io", ready)
+                return
+            with self._timer.stage(Stage.DENSE_FFN, layer):
+                ffn_forward(self._pool, ffn, frame.hidden[:n], self._x[:n], add=True)
+            run.layer += 1
+        self._complete(run, frame)
+
+    def _complete(self, run: StepRun, frame: Frame) -> None:
+        n = run.plan.n_rows
+        final = frame.final if run.plan.want_final else self._final
+        with self._timer.stage(Stage.HEAD):
+            rmsnorm(self._pool, self._x[:n], self._weights.final_norm, self._spec.rms_eps, final[:n])
+            self._head(frame, final, run.plan.n_logits)
+        self._run = None
+        self._bus.post("router", LogitsReady(run.plan.step))
+
+    def _head(self, frame: Frame, final: np.ndarray, n_logits: int) -> None:
+        """logits of the wanted rows of final f32[T, D]."""
+        if not n_logits:
+            return
+        rows = np.ascontiguousarray(final[frame.logit_row[:n_logits]])
+        linear(self._pool, self._weights.head, rows, frame.logits[:n_logits])
+        self._counters.add("heads", n_logits)
+
+    def _embed(self, frame: Frame, n_rows: int, out: np.ndarray) -> None:
+        table = self._weights.embedding
+        embed(table.weight, table.scale, table.format, frame.token[:n_rows], out[:n_rows])

@@ -1,0 +1,75 @@
+"""The MTP layer's own dense part and its KV: pairs (next token, hidden) in, states for draft logits out.
+
+Method: multi-token prediction of DeepSeek-V3 (arXiv 2412.19437, section 2.2), wiring as in specs of GLM-5. Embedding
+rows and draft logits are made by attention, which owns those matrices; the experts are expert_io's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from native.attention import AttnStep, attn_forward
+from native.kernels import linear, rmsnorm
+from native.library import Pool
+from native.memory import HugeBuffer
+from shared.container.reader import Container
+from shared.kv_layout import kv_layout
+from shared.layer_weights import attn_layer_of, inv_freq_of, matrix_of
+
+F32 = NDArray[np.float32]
+
+
+class MtpLayer:
+    """Weights and scratch for at most ``max_rows`` rows. ``x`` f32[T, D] is the residual stream inside the layer."""
+
+    def __init__(self, container: Container, pool: Pool, kv_buf: object, kv_dtype: str, n_blocks: int, max_rows: int) -> None:
+        self.spec = spec = container.spec
+        self._pool = pool
+        prefix = f"model.layers.{spec.mtp_layer}."
+        self._buffers: list[HugeBuffer] = []
+        self._tensors = container.read_dense(
+            lambda name: name.startswith(prefix) and not name.startswith((prefix + "mlp.")), allocate=self._allocate
+        )
+        tensors = self._tensors
+        self._inv_freq = inv_freq_of(spec)
+        self._layer = attn_layer_of(spec, spec.mtp_layer, tensors, self._inv_freq)
+        self._eh_proj = matrix_of(tensors[prefix + "eh_proj.weight"])
+        self._enorm, self._hnorm, self._out_norm = (
+            tensors[f"{prefix}{name}.weight"].weight for name in ("enorm", "hnorm", "shared_head.norm")
+        )
+        self.x = np.empty((max_rows, spec.hidden), np.float32)
+        self.hidden = np.empty((max_rows, spec.hidden), np.float32)
+        self._pair = np.empty((max_rows, 2 * spec.hidden), np.float32)
+        at = kv_layout(spec, (spec.mtp_index_kind,), kv_dtype, n_blocks).layers[0]
+        kv = np.frombuffer(kv_buf, np.uint8)  # type: ignore[call-overload]
+        self._step = AttnStep(
+            kv=kv[at.latent_offset :],
+            index_k=None if at.index_offset is None else kv[at.index_offset :],
+            kv_format=kv_dtype,
+            n_blocks=n_blocks,
+            selected=np.empty((max_rows, max(1, spec.index_topk)), np.int32),
+            n_selected=np.full(max_rows, -1, np.int32),
+            x=self.x,
+        )
+
+    def _allocate(self, n_bytes: int) -> np.ndarray:
+        buffer = HugeBuffer(n_bytes)
+        self._buffers.append(buffer)
+        return buffer.array
+
+    def attend(self, embedded: F32, final: F32, position: NDArray[np.int32], seq: NDArray[np.int32],
+               block_table: NDArray[np.int32]) -> None:  # fmt: skip
+        """embedded f32[T, D] of the next tokens, final f32[T, D] of the main model -> ``x`` and ``hidden``; writes the KV."""
+        n, d, eps = len(embedded), self.spec.hidden, self.spec.rms_eps
+        pair = self._pair[:n]
+        rmsnorm(self._pool, embedded, self._enorm, eps, pair[:, :d])
+        rmsnorm(self._pool, final, self._hnorm, eps, pair[:, d:])
+        linear(self._pool, self._eh_proj, pair, self.x[:n])
+        self._step.set_rows(n, position, seq, block_table, self.hidden)
+        attn_forward(self._pool, self._layer, self._step)
+
+    def finish(self, rows: NDArray[np.int32], mixed: F32, out: F32) -> None:
+        """x of ``rows`` plus mixed f32[n, D], normed into out f32[n, D]: what the head reads and the next draft is fed."""
+        y = np.ascontiguousarray(self.x[rows]) + mixed
+        rmsnorm(self._pool, y, self._out_norm, self.spec.rms_eps, out)

@@ -1,0 +1,183 @@
+"""The drafter's shell: absorbs what the main model accepted, guesses on, one MTP pass per draft.
+
+A pass needs others' help: embedding rows and logits from attention, experts from expert_io, the gate from the router;
+so it is a small state machine. Only a sequence's last row goes through the experts: the other rows are there to fill
+the layer's KV cache, which depends on their inputs alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from native.library import NativeError, Pool, dispatch_text
+from native.sampling import sample
+from services.drafter.mtp import MtpLayer
+from shared.container.reader import Container
+from shared.counters import Counters
+from shared.frame import Frame, FrameSet, frame_dims
+from shared.lifecycle import Service, ServiceContext
+from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned
+from shared.messages.drafter import DraftWanted, EmbedReady, HeadReady
+from shared.messages.layer import HiddenReady, LayerFailed, Mixed
+from shared.messages.router import DraftReady
+from shared.segments import Segment
+from shared.stages import Stage, StepTimer
+
+
+class Awaits(IntEnum):
+    """What the pass in progress needs next."""
+
+    EMBED = 0
+    MIXED = 1
+    HEAD = 2
+
+
+@dataclass
+class Draft:
+    """One DraftWanted being served. ``position``, ``seq`` of the drafting rows move on with each pass."""
+
+    wanted: DraftWanted
+    awaits: Awaits
+    rows: NDArray[np.int32]  # places in the layer's x of the rows that draft
+    position: NDArray[np.int32]
+    seq: NDArray[np.int32]
+    table: NDArray[np.int32]
+    n_done: int = 0
+    tokens: list[list[int]] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        return self.wanted.step + self.n_done
+
+
+class DrafterService(Service):
+    """See the module docstring."""
+
+    name = "drafter"
+    receives = (DraftWanted, EmbedReady, HeadReady, Mixed, StepAbandoned)
+
+    def load(self, ctx: ServiceContext) -> dict[str, str]:
+        self._ctx = ctx
+        self._bus = ctx.bus
+        config = ctx.config
+        container = Container.open(Path(config.model_dir))
+        self._spec = spec = container.spec
+        self._pool = Pool(config.n_threads)
+        self._draft: Draft | None = None
+        self._mtp: MtpLayer | None = None
+        self._segments: list[Segment] = []
+        if not config.n_drafts:
+            return {"drafts": "off"}
+        ctx.set_stage("load MTP layer")
+        kv, frames, counters = (Segment.attach(config.run_id, name) for name in ("mtp_kv", "frames", "counters"))
+        self._segments = [kv, frames, counters]
+        self._frames = FrameSet(frames.buf, frame_dims(config, spec), config.n_frames)
+        self._counters = Counters(counters.buf, "drafter")
+        self._timer = StepTimer("drafter")
+        max_rows = len(self._frames.frame(0).token)
+        self._mtp = MtpLayer(container, self._pool, kv.buf, config.kv_dtype, config.n_kv_blocks, max_rows)
+        return {"kernels": dispatch_text(), "drafts": str(config.n_drafts)}
+
+    def is_idle(self) -> bool:
+        return self._draft is None
+
+    def close(self) -> None:
+        self._pool.close()
+        for segment in self._segments:
+            segment.close()
+
+    def handle(self, msg: Any, sender: str) -> None:
+        draft = self._draft
+        try:
+            if isinstance(msg, DraftWanted):
+                self._begin(msg)
+            elif isinstance(msg, StepAbandoned):
+                if draft and draft.wanted.step < msg.before:
+                    self._draft = None
+            elif draft is None or msg.step != draft.step:
+                return
+            elif isinstance(msg, EmbedReady) and draft.awaits is Awaits.EMBED:
+                self._attend(draft)
+            elif isinstance(msg, Mixed) and draft.awaits is Awaits.MIXED:
+                self._finish_pass(draft)
+            elif isinstance(msg, HeadReady) and draft.awaits is Awaits.HEAD:
+                self._take_tokens(draft)
+        except NativeError as error:
+            self._draft = None
+            step = draft.step if draft else getattr(msg, "step", 0)
+            self._bus.post("router", LayerFailed(step, self._spec.mtp_layer, -1, "kernel_failed", str(error)))
+
+    def _begin(self, msg: DraftWanted) -> None:
+        frame = self._frames.frame(msg.frame)
+        self._timer.begin_step(frame, msg.step)
+        rows = frame.logit_row[: msg.n_logits].copy()
+        self._draft = Draft(
+            msg, Awaits.EMBED, rows, frame.position[rows].copy(), frame.seq[rows].copy(),
+            frame.block_table[: msg.n_sequences].copy(), tokens=[[] for _ in range(msg.n_logits)],
+        )  # fmt: skip
+        self._bus.post("attention", EmbedWanted(msg.step, msg.frame, msg.n_rows))
+
+    def _attend(self, draft: Draft) -> None:
+        """The layer's attention half; then the drafting rows, and only they, go to the experts."""
+        assert self._mtp is not None
+        frame = self._frame(draft)
+        layer = self._spec.mtp_layer
+        if draft.n_done == 0:
+            n = draft.wanted.n_rows
+            position, seq = frame.position[:n], frame.seq[:n]
+        else:
+            n = draft.wanted.n_logits
+            position, seq = draft.position, draft.seq
+        with self._timer.stage(Stage.DRAFT, layer):
+            self._mtp.attend(frame.embed[:n], frame.final[:n], position, seq, draft.table)
+            self._counters.add("rows", n)
+            if not draft.wanted.n_logits:
+                self._answer(draft)
+                return
+            frame.hidden[: len(draft.rows)] = self._mtp.hidden[draft.rows]
+        draft.awaits = Awaits.MIXED
+        ready = HiddenReady(draft.step, layer, draft.wanted.frame, len(draft.rows))
+        self._bus.post("router", ready)
+        self._bus.post("expert_io", ready)
+
+    def _finish_pass(self, draft: Draft) -> None:
+        assert self._mtp is not None
+        frame = self._frame(draft)
+        n = len(draft.rows)
+        with self._timer.stage(Stage.DRAFT, self._spec.mtp_layer):
+            self._mtp.finish(draft.rows, frame.mixed[:n], frame.final[:n])
+            frame.logit_row[:n] = np.arange(n, dtype=np.int32)
+        draft.awaits = Awaits.HEAD
+        self._bus.post("attention", HeadWanted(draft.step, draft.wanted.frame, n))
+
+    def _take_tokens(self, draft: Draft) -> None:
+        frame = self._frame(draft)
+        n = len(draft.rows)
+        for i in range(n):
+            # A draft that is not a number (-> below 0) is no draft; token 0 will be rejected.
+            draft.tokens[i].append(max(0, sample(frame.logits[i], 0.0, 1.0, 0.0)))
+        draft.n_done += 1
+        if draft.n_done == draft.wanted.n_drafts:
+            self._answer(draft)
+            return
+        # The next pass is fed its own output: token, state and position move on by one.
+        draft.rows = np.arange(n, dtype=np.int32)
+        draft.position = draft.position + np.int32(1)
+        frame.token[:n] = [tokens[-1] for tokens in draft.tokens]
+        draft.awaits = Awaits.EMBED
+        self._bus.post("attention", EmbedWanted(draft.step, draft.wanted.frame, n))
+
+    def _answer(self, draft: Draft) -> None:
+        self._draft = None
+        self._counters.add("drafts", 1)
+        self._counters.add("tokens", sum(len(tokens) for tokens in draft.tokens))
+        self._bus.post("router", DraftReady(draft.wanted.step, tuple(tuple(tokens) for tokens in draft.tokens)))
+
+    def _frame(self, draft: Draft) -> Frame:
+        return self._frames.frame(draft.wanted.frame)

@@ -1,0 +1,11 @@
+"""Entry point of the router process: ``python -m services.router --config FILE``."""
+
+from __future__ import annotations
+
+import sys
+
+from services.router.service import RouterService
+from shared.lifecycle import run_service
+
+if __name__ == "__main__":
+    sys.exit(run_service(RouterService(), sys.argv[1:]))
