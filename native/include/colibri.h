@@ -13,6 +13,7 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 #ifdef __cplusplus
 extern "C" {
@@ -196,18 +197,22 @@ typedef struct {
 CB_API int cb_attn_forward(cb_pool *pool, const cb_attn_layer *layer, const cb_attn_step *step);
 
 /* The largest n of scores f32[n], ascending positions into out i32[min(k, n)]; ties prefer the lower position; linear
- * time. Returns the count. */
+ * time. A NaN counts as less than every number; 0 and -0 are equal. Returns the count. */
 CB_API int64_t cb_topk(const float *scores, int64_t n, int64_t k, int32_t *out);
 
 /* ---- sampling -------------------------------------------------------------------------------------------- */
 
 /* The number that belongs to (seed, position): uniform in [0, 1), Philox-4x32-10 (Salmon et al., SC'11). */
 CB_API double cb_uniform(uint64_t seed, uint64_t position);
-/* temperature 0: arg max, lower id on ties. Otherwise softmax(logits / temperature) in f64, descending (lower id
- * first on ties), cut after the smallest prefix whose sum reaches top_p, renormalised, inverse distribution function
- * at u. Returns the id, or CB_ENONFINITE. */
+/* Its block function, for known-answer tests. */
+CB_API void cb_philox4x32(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
+/* temperature 0: arg max, lower id on ties. Otherwise p = exp((logit - max) / temperature) in f64, Z = sum of p by
+ * ascending id; ids in descending order of logit (lower id first on ties); cut after the shortest prefix whose sum
+ * reaches top_p * Z; the first id whose running sum passes u * (sum of the prefix). -infinity never comes up (a grammar
+ * mask). Returns the id; CB_ENONFINITE on NaN, +infinity or nothing but -infinity; CB_EINVAL unless temperature >= 0,
+ * 0 <= top_p <= 1, 0 <= u < 1. */
 CB_API int cb_sample(const float *logits, int64_t vocab, double temperature, double top_p, double u);
-/* log_softmax(logits) in f64 rounded to f32; out f32[V]. */
+/* log_softmax(logits) in f64 rounded to f32; out f32[V]. Errors as cb_sample. */
 CB_API int cb_log_softmax(const float *logits, int64_t vocab, float *out);
 
 /* ---- checksums ------------------------------------------------------------------------------------------- */
@@ -218,7 +223,7 @@ CB_API uint64_t cb_hash64(const void *data, int64_t n);
 /* ---- read pool ------------------------------------------------------------------------------------------- */
 
 /* Aligned reads into slots with a bounded number of pieces in flight. Demand pieces always start before speculative
- * ones; a speculative read pauses between its pieces while demand waits. Completion makes `fd` readable (eventfd). */
+ * ones; no speculative piece starts while a demand read is unfinished. Completion makes `fd` readable (eventfd). */
 typedef struct cb_reader cb_reader;
 
 enum { CB_READ_DEMAND = 0, CB_READ_SPECULATIVE = 1 };
@@ -239,19 +244,25 @@ typedef struct {
     int64_t busy_ns;   /* time with at least one piece in flight */
 } cb_read_counters;
 
+/* piece_bytes: a multiple of 4096; 0 = 2 MiB. NULL when an argument or the system says no. */
 CB_API cb_reader *cb_reader_new(int n_threads, int64_t piece_bytes);
 CB_API int cb_reader_fd(const cb_reader *reader);
 /* fd opened by the caller (O_DIRECT or not; offset, bytes and target must then be multiples of 4096). Transient errors
- * (EINTR, EAGAIN, EIO) and short reads are retried three times. */
+ * (EINTR, EAGAIN, EIO) and short reads are retried three times. CB_EINVAL also when a read of this tag is pending. */
 CB_API int cb_reader_submit(cb_reader *reader, uint64_t tag, int fd, int64_t offset, int64_t bytes, void *target,
                             int priority, int want_checksum);
 /* Speculative -> demand: somebody waits for it now. CB_EINVAL when no such read is pending. */
 CB_API int cb_reader_promote(cb_reader *reader, uint64_t tag);
+/* No further piece starts; the read still ends in a cb_read_done. CB_EINVAL when no such read is pending. */
 CB_API int cb_reader_cancel(cb_reader *reader, uint64_t tag);
 /* Up to n finished reads; clears the eventfd when it leaves none behind. Returns the count. */
 CB_API int64_t cb_reader_take(cb_reader *reader, cb_read_done *out, int64_t n);
 CB_API void cb_reader_counters(cb_reader *reader, cb_read_counters *out);
+/* Waits for pieces in flight, forgets what is pending or was not taken. */
 CB_API void cb_reader_free(cb_reader *reader);
+/* Tests only: every reader calls fn instead of pread(2); NULL puts pread back. */
+typedef ssize_t (*cb_pread_fn)(int fd, void *target, size_t bytes, off_t offset);
+CB_API void cb_reader_set_pread_for_test(cb_pread_fn fn);
 
 /* ---- memory and process ---------------------------------------------------------------------------------- */
 

@@ -16,6 +16,7 @@ static void fill(int isa)
     cb_table t = {0};
     cb_linear_table_ref(&t);
     cb_vector_table_ref(&t);
+    cb_attn_table_ref(&t);
 #if 0 && defined(__x86_64__)
     if (isa >= CB_ISA_AVX2) {
         cb_linear_table_avx2(&t);

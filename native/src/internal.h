@@ -102,10 +102,13 @@ extern cb_table cb_kernels; /* changed only by load and cb_isa_limit */
 /* Each rung of each family: overwrite what this rung improves. dispatch.c calls them in order. */
 void cb_linear_table_ref(cb_table *t);
 void cb_vector_table_ref(cb_table *t);
+void cb_attn_table_ref(cb_table *t);
 void cb_linear_table_avx2(cb_table *t);
 void cb_vector_table_avx2(cb_table *t);
+void cb_attn_table_avx2(cb_table *t);
 void cb_linear_table_avx512(cb_table *t);
 void cb_vector_table_avx512(cb_table *t);
+void cb_attn_table_avx512(cb_table *t);
 void cb_linear_table_avx512vnni(cb_table *t);
 
 /* Highest rung that processor and operating system offer, as a bit set 1 << cb_isa. */

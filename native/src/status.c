@@ -1,3 +1,4 @@
+#include "../include/cb_frame.h"
 #include "internal.h"
 
 #include <stddef.h>
@@ -54,6 +55,13 @@ static const struct {
     SIZE(cb_read_counters), FIELD(cb_read_counters, bytes_demand), FIELD(cb_read_counters, bytes_speculative),
     FIELD(cb_read_counters, n_reads), FIELD(cb_read_counters, n_retries), FIELD(cb_read_counters, n_short),
     FIELD(cb_read_counters, busy_ns),
+    SIZE(cb_frame_dims), FIELD(cb_frame_dims, rows), FIELD(cb_frame_dims, logit_rows), FIELD(cb_frame_dims, sequences),
+    FIELD(cb_frame_dims, blocks_per_sequence), FIELD(cb_frame_dims, hidden), FIELD(cb_frame_dims, gate_k),
+    FIELD(cb_frame_dims, vocab), FIELD(cb_frame_dims, stages),
+    SIZE(cb_frame_field), FIELD(cb_frame_field, name), FIELD(cb_frame_field, offset), FIELD(cb_frame_field, bytes),
+    FIELD(cb_frame_field, dim), FIELD(cb_frame_field, n_dims), FIELD(cb_frame_field, dtype),
+    SIZE(cb_stage), FIELD(cb_stage, start_ns), FIELD(cb_stage, end_ns), FIELD(cb_stage, bytes), FIELD(cb_stage, step),
+    FIELD(cb_stage, stage), FIELD(cb_stage, layer),
 };
 
 int64_t cb_layout_of(const char *name)

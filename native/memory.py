@@ -1,0 +1,57 @@
+"""Private memory in huge pages, the checksum of containers, and the tie to the parent process."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from native.library import OK, NativeError, declare, fail, lib
+
+declare("cb_huge_alloc", ctypes.c_void_p, [ctypes.c_int64])
+declare("cb_huge_free", None, [ctypes.c_void_p, ctypes.c_int64])
+declare("cb_hash64", ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_int64])
+declare("cb_die_with_parent", ctypes.c_int, [ctypes.c_int])
+
+
+class HugeBuffer:
+    """`n_bytes` of private zeroed memory, 2 MiB aligned, in huge pages where the system grants them.
+
+    `array` is u8[n_bytes] over the memory and becomes unusable with `close`; nothing may look at it afterwards.
+    """
+
+    def __init__(self, n_bytes: int) -> None:
+        found = lib.cb_huge_alloc(n_bytes)
+        if not found:
+            raise NativeError(f"cb_huge_alloc: no {n_bytes} bytes of memory to be had; lower the budget")
+        self.address: int = found
+        self.n_bytes = n_bytes
+        self.array: np.ndarray = np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(found), np.uint8)
+
+    def close(self) -> None:
+        """Give the memory back. Calling it again does nothing."""
+        if self.address:
+            self.array = np.empty(0, np.uint8)
+            lib.cb_huge_free(self.address, self.n_bytes)
+            self.address = 0
+
+    def __enter__(self) -> HugeBuffer:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def hash64(data: Any) -> int:
+    """XXH64 (seed 0) of a contiguous buffer's bytes; the GIL is free meanwhile."""
+    view = np.frombuffer(data, np.uint8)
+    found: int = lib.cb_hash64(view.__array_interface__["data"][0], view.nbytes)
+    return found
+
+
+def die_with_parent(signal: int) -> None:
+    """This process gets `signal` when the thread that started it ends; 0 undoes it. NativeError when refused."""
+    status = lib.cb_die_with_parent(signal)
+    if status != OK:
+        raise fail("cb_die_with_parent", status, f"signal {signal}")

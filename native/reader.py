@@ -1,0 +1,163 @@
+"""The read pool: aligned reads into slots, demand before speculation, completion through a file descriptor."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from native.library import OK, NativeError, check_struct, declare, fail, lib
+
+_TAKE = 64
+
+
+class _ReadDone(ctypes.Structure):
+    _fields_ = (
+        ("tag", ctypes.c_uint64),
+        ("bytes", ctypes.c_int64),
+        ("wanted", ctypes.c_int64),
+        ("start_ns", ctypes.c_int64),
+        ("end_ns", ctypes.c_int64),
+        ("error", ctypes.c_int32),
+        ("cancelled", ctypes.c_int32),
+        ("checksum", ctypes.c_uint64),
+    )
+
+
+class _ReadCounters(ctypes.Structure):
+    _fields_ = (
+        ("bytes_demand", ctypes.c_int64),
+        ("bytes_speculative", ctypes.c_int64),
+        ("n_reads", ctypes.c_int64),
+        ("n_retries", ctypes.c_int64),
+        ("n_short", ctypes.c_int64),
+        ("busy_ns", ctypes.c_int64),
+    )
+
+
+check_struct(_ReadDone, "cb_read_done")
+check_struct(_ReadCounters, "cb_read_counters")
+
+_handle, _int, _i64, _u64, _ptr = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
+PREAD_FN = ctypes.CFUNCTYPE(ctypes.c_ssize_t, _int, _ptr, ctypes.c_size_t, ctypes.c_int64, use_errno=True)
+PROTOTYPES = {
+    "cb_reader_new": (_handle, [_int, _i64]),
+    "cb_reader_fd": (_int, [_handle]),
+    "cb_reader_submit": (_int, [_handle, _u64, _int, _i64, _i64, _ptr, _int, _int]),
+    "cb_reader_promote": (_int, [_handle, _u64]),
+    "cb_reader_cancel": (_int, [_handle, _u64]),
+    "cb_reader_take": (_i64, [_handle, ctypes.POINTER(_ReadDone), _i64]),
+    "cb_reader_counters": (None, [_handle, ctypes.POINTER(_ReadCounters)]),
+    "cb_reader_free": (None, [_handle]),
+    "cb_reader_set_pread_for_test": (None, [_ptr]),
+}
+for _name, (_restype, _argtypes) in PROTOTYPES.items():
+    declare(_name, _restype, _argtypes)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """How one read ended. `error` is an errno (ENODATA: the file is too short), 0 when all `wanted` bytes are there."""
+
+    tag: int
+    bytes: int
+    wanted: int
+    start_ns: int
+    end_ns: int
+    error: int
+    cancelled: bool
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCounters:
+    """Growing totals. Bytes are those the system delivered; busy_ns is the time with a piece in flight."""
+
+    bytes_demand: int
+    bytes_speculative: int
+    n_reads: int
+    n_retries: int
+    n_short: int
+    busy_ns: int
+
+
+class Reader:
+    """Threads that read pieces of `piece_bytes` (a multiple of 4096; 0 = 2 MiB), at most one piece each.
+
+    `fd` is readable while finished reads wait for `take`. Descriptors and targets belong to the caller and must live
+    until the read has come back. One read per tag may be pending.
+    """
+
+    def __init__(self, n_threads: int, piece_bytes: int) -> None:
+        handle = lib.cb_reader_new(n_threads, piece_bytes)
+        if not handle:
+            raise NativeError(
+                f"cb_reader_new: cannot start {n_threads} threads (1..64) with pieces of {piece_bytes} bytes "
+                "(a multiple of 4096)"
+            )
+        self._handle: int | None = handle
+        self._room = (_ReadDone * _TAKE)()
+        self.fd: int = lib.cb_reader_fd(handle)
+
+    def submit(
+        self,
+        tag: int,
+        fd: int,
+        offset: int,
+        n_bytes: int,
+        target_address: int,
+        speculative: bool = False,
+        checksum: bool = False,
+    ) -> None:
+        """Read n_bytes of fd at offset to target_address. With a direct fd all three are multiples of 4096."""
+        status = lib.cb_reader_submit(
+            self._open_handle(), tag, fd, offset, n_bytes, target_address, int(speculative), int(checksum)
+        )
+        if status != OK:
+            raise fail(
+                "cb_reader_submit",
+                status,
+                f"tag {tag} (pending already?), fd {fd}, {n_bytes} bytes at {offset} to {target_address:#x}",
+            )
+
+    def promote(self, tag: int) -> bool:
+        """Make a speculative read a demand read. False when no read of this tag is pending."""
+        return bool(lib.cb_reader_promote(self._open_handle(), tag) == OK)
+
+    def cancel(self, tag: int) -> bool:
+        """Start no further piece; the read still comes back, cancelled. False when no read of this tag is pending."""
+        return bool(lib.cb_reader_cancel(self._open_handle(), tag) == OK)
+
+    def take(self) -> list[ReadDone]:
+        """All finished reads, in the order in which they finished; never waits."""
+        done: list[ReadDone] = []
+        while True:
+            n = lib.cb_reader_take(self._open_handle(), self._room, _TAKE)
+            done += [
+                ReadDone(r.tag, r.bytes, r.wanted, r.start_ns, r.end_ns, r.error, bool(r.cancelled), r.checksum)
+                for r in self._room[:n]
+            ]
+            if n < _TAKE:
+                return done
+
+    def counters(self) -> ReadCounters:
+        """Totals so far."""
+        found = _ReadCounters()
+        lib.cb_reader_counters(self._open_handle(), ctypes.byref(found))
+        return ReadCounters(*(getattr(found, name) for name, _ in _ReadCounters._fields_))
+
+    def close(self) -> None:
+        """Wait for the pieces in flight and stop; reads not yet taken are forgotten. Calling it again does nothing."""
+        if self._handle:
+            lib.cb_reader_free(self._handle)
+            self._handle = None
+
+    def _open_handle(self) -> int:
+        if not self._handle:
+            raise NativeError("Reader: used after close")
+        return self._handle
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

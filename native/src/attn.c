@@ -1,0 +1,535 @@
+/* attn.c: one layer of absorbed latent attention for the rows of a step.
+ *
+ * First every row's latent and index key go into the cache, then tiles of rows attend. A task is a few rows of one
+ * sequence (or one row with its own selection) times a block of heads; it walks the row's keys in blocks of 64, so a
+ * block is widened once for all rows and heads of the task. Tasks share nothing, hence any number of threads gives the
+ * same bits.
+ */
+#include "attn.h"
+#include "cbmath.h"
+
+#include <string.h>
+
+#define ROW_TILE 128    /* rows whose queries, latents and outputs are in scratch at one time */
+#define TASK_LANES 64   /* rows times heads of one task: queries and sums stay in the second-level cache */
+#define TASK_ROWS 4
+
+/* ---- cache ------------------------------------------------------------------------------------------------ */
+
+static size_t kv_bytes(int format) { return format == CB_KV_BF16 ? 2 : 4; }
+
+const float *cb_block_rows(const void *cache, int format, int64_t width, int64_t reach, int64_t block, int64_t n,
+                           float *room, int64_t *ld)
+{
+    const char *start = (const char *)cache + (size_t)(block * CB_KV_BLOCK * width) * kv_bytes(format);
+    if (format == CB_KV_F32 && reach <= width) {
+        *ld = width;
+        return (const float *)start;
+    }
+    *ld = cb_lanes(width);
+    if (format == CB_KV_BF16 && *ld == width) {
+        cb_kernels.attn->widen((const uint16_t *)start, n * width, room);
+        return room;
+    }
+    for (int64_t i = 0; i < n; i++) {
+        float *row = room + i * *ld;
+        if (format == CB_KV_BF16)
+            cb_kernels.attn->widen((const uint16_t *)start + i * width, width, row);
+        else
+            memcpy(row, (const float *)start + i * width, (size_t)width * sizeof(float));
+    }
+    return room;
+}
+
+void cb_position_row(const void *cache, int format, int64_t width, int64_t block, int64_t offset, float *dst)
+{
+    size_t at = (size_t)((block * CB_KV_BLOCK + offset) * width);
+    if (format == CB_KV_BF16)
+        cb_kernels.attn->widen((const uint16_t *)cache + at, width, dst);
+    else
+        memcpy(dst, (const float *)cache + at, (size_t)width * sizeof(float));
+}
+
+void cb_store_row(void *cache, int format, int64_t width, int64_t block, int64_t offset, const float *src)
+{
+    size_t at = (size_t)((block * CB_KV_BLOCK + offset) * width);
+    if (format == CB_KV_BF16) {
+        uint16_t *row = (uint16_t *)cache + at;
+        for (int64_t i = 0; i < width; i++)
+            row[i] = cb_f32_bf16(src[i]);
+    } else {
+        memcpy((float *)cache + at, src, (size_t)width * sizeof(float));
+    }
+}
+
+/* ---- rope ------------------------------------------------------------------------------------------------- */
+
+void cb_rope(const float *src, int64_t rope, bool interleave, const float *cosine, const float *sine, float *dst)
+{
+    float turned[CB_MAX_ROPE];
+    int64_t half = rope / 2;
+    for (int64_t i = 0; i < half; i++) {
+        float u = interleave ? src[2 * i] : src[i];
+        float v = interleave ? src[2 * i + 1] : src[half + i];
+        turned[i] = fmaf(u, cosine[i], -(v * sine[i]));
+        turned[half + i] = fmaf(v, cosine[i], u * sine[i]);
+    }
+    memcpy(dst, turned, (size_t)rope * sizeof(float));
+}
+
+static void angles_job(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const cb_attn_call *c = arg;
+    int64_t half = c->layer->rope / 2;
+    (void)thread;
+    for (int64_t t = begin; t < end; t++)
+        for (int64_t i = 0; i < half; i++) {
+            double angle = (double)c->step->position[t] * (double)c->layer->inv_freq[i];
+            c->cosine[t * half + i] = (float)cos(angle) * c->layer->rope_amplitude;
+            c->sine[t * half + i] = (float)sin(angle) * c->layer->rope_amplitude;
+        }
+}
+
+/* ---- writing the cache ------------------------------------------------------------------------------------ */
+
+typedef struct {
+    const cb_attn_call *call;
+    int64_t row0;
+    float *kv;  /* [n, R + rope] as projected; normed and turned in place */
+    float *key; /* [n, index_dim] or NULL */
+} store_job_arg;
+
+static void store_job(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const store_job_arg *a = arg;
+    const cb_attn_call *c = a->call;
+    const cb_attn_layer *y = c->layer;
+    int64_t half = y->rope / 2, width = y->kv_rank + y->rope;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        int64_t t = a->row0 + i, position = c->step->position[t];
+        int64_t block = cb_kv_block_of(c->step, t, position), offset = position % CB_KV_BLOCK;
+        const float *cosine = c->cosine + t * half, *sine = c->sine + t * half;
+        float *kv = a->kv + i * width;
+        cb_kernels.rmsnorm(kv, y->kv_a_norm, y->latent_eps, y->kv_rank, kv);
+        cb_rope(kv + y->kv_rank, y->rope, y->rope_interleave, cosine, sine, kv + y->kv_rank);
+        cb_store_row(c->step->kv, c->step->kv_format, width, block, offset, kv);
+        if (a->key) {
+            float *key = a->key + i * y->index_dim;
+            cb_kernels.layernorm(key, y->index_k_norm_w, y->index_k_norm_b, y->index_norm_eps, y->index_dim, key);
+            cb_rope(key, y->rope, y->index_rope_interleave, cosine, sine, key);
+            cb_store_row(c->step->index_k, c->step->kv_format, y->index_dim, block, offset, key);
+        }
+    }
+}
+
+/* h = RMSNorm(x) goes to step->hidden, which holds it until the row's own result replaces it. */
+static int write_cache(const cb_attn_call *c, int64_t row0, int64_t n)
+{
+    const cb_attn_layer *y = c->layer;
+    int64_t width = y->kv_rank + y->rope;
+    float *h = c->step->hidden + row0 * y->hidden;
+    cb_rmsnorm_internal(c->pool, c->step->x + row0 * y->hidden, y->hidden, y->input_norm, y->rms_eps, n, y->hidden, h,
+                        y->hidden);
+    store_job_arg job = {c, row0, cb_scratch(c->pool, n * width * 4), NULL};
+    if (!job.kv)
+        return CB_ENOMEM;
+    int status = cb_linear_internal(c->pool, &y->kv_a, h, y->hidden, n, job.kv, width, false);
+    if (status == CB_OK && y->index_kind == CB_INDEX_FULL) {
+        job.key = cb_scratch(c->pool, n * y->index_dim * 4);
+        if (!job.key)
+            return CB_ENOMEM;
+        status = cb_linear_internal(c->pool, &y->index_wk, h, y->hidden, n, job.key, y->index_dim, false);
+    }
+    if (status == CB_OK)
+        cb_parallel_for(c->pool, n, 4, store_job, &job);
+    return status;
+}
+
+/* ---- one matrix per head ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    const cb_matrix *stack;
+    cb_rows rows; /* row t * H + h is head h of row t */
+    const int32_t *index; /* [H][n]: t * H + h */
+    int64_t n, blocks;
+    float *y; /* [n][H][out] */
+    int64_t n_heads;
+} heads_job_arg;
+
+static void heads_job(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const heads_job_arg *a = arg;
+    (void)thread;
+    while (begin < end) {
+        int64_t head = begin / a->blocks, b0 = begin % a->blocks;
+        int64_t b1 = CB_MIN(a->blocks, b0 + (end - begin));
+        cb_matrix m = cb_matrix_at(a->stack, head);
+        cb_rows rows = a->rows;
+        rows.in_index = a->index + head * a->n;
+        rows.n_rows = a->n;
+        cb_kernels.linear[m.format][m.act](&m, &rows, b0, b1, a->y + head * m.out, a->n_heads * m.out, false);
+        begin += b1 - b0;
+    }
+}
+
+/* y f32[n, H, out] = per head stack[h] times x[t][h][0 .. in), rows of x being ldx apart. */
+static int heads_linear(cb_pool *pool, const cb_matrix *stack, int64_t n_heads, const float *x, int64_t ldx, int64_t n,
+                        float *y)
+{
+    cb_scratch_mark mark = cb_scratch_begin(pool);
+    heads_job_arg job = {.stack = stack, .n = n, .blocks = cb_blocks(stack->out), .y = y, .n_heads = n_heads};
+    int32_t *index = cb_scratch(pool, n * n_heads * 4);
+    int status = index ? cb_rows_prepare(pool, stack->act, x, ldx, n * n_heads, stack->in, &job.rows) : CB_ENOMEM;
+    if (status == CB_OK) {
+        for (int64_t h = 0; h < n_heads; h++)
+            for (int64_t t = 0; t < n; t++)
+                index[h * n + t] = (int32_t)(t * n_heads + h);
+        job.index = index;
+        int64_t items = n_heads * job.blocks;
+        cb_parallel_for(pool, items, CB_CEIL(items, 4 * cb_pool_threads(pool)), heads_job, &job);
+    }
+    cb_scratch_end(pool, mark);
+    return status;
+}
+
+/* ---- attention -------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    int32_t row, n_rows; /* rows of the call that this task serves */
+} row_group;
+
+typedef struct {
+    const cb_attn_call *call;
+    int64_t row0;
+    const float *q; /* [tile rows][H][nope + rope] */
+    float *latent;  /* [tile rows][H][R]: folded query in, attention result out */
+    const row_group *group;
+    int64_t lanes;       /* heads of one task, multiple of 16 */
+    int64_t head_blocks; /* tasks per row group */
+    float *room;         /* per thread */
+    int64_t room_floats;
+} attend_arg;
+
+/* Where a thread's room holds what; `rows` units of `lanes` lanes. */
+typedef struct {
+    float *keys, *scores, *f, *g;
+    float *q_t[TASK_ROWS], *z[TASK_ROWS], *m[TASK_ROWS], *l[TASK_ROWS];
+} attend_room;
+
+static int64_t lay_out_room(const cb_attn_layer *y, int64_t lanes, int64_t rows, float *base, attend_room *r)
+{
+    int64_t depth = y->kv_rank + y->rope, at = 0;
+    r->keys = base;
+    at += CB_KV_BLOCK * cb_lanes(depth);
+    r->scores = base + at;
+    at += CB_KV_BLOCK * lanes;
+    r->f = base + at;
+    r->g = base + at + lanes;
+    at += 2 * lanes;
+    for (int64_t i = 0; i < rows; i++) {
+        r->q_t[i] = base + at;
+        at += depth * lanes;
+        r->z[i] = base + at;
+        at += cb_lanes(y->kv_rank) * lanes;
+        r->m[i] = base + at;
+        r->l[i] = base + at + lanes;
+        at += 2 * lanes;
+    }
+    return at;
+}
+
+/* Folded and turned queries of heads [h0, h0 + lanes) of tile row i, scaled, one head per lane. */
+static void load_query(const attend_arg *a, int64_t i, int64_t h0, float *q_t)
+{
+    const cb_attn_layer *y = a->call->layer;
+    int64_t lanes = a->lanes, rank = y->kv_rank, half = y->rope / 2, t = a->row0 + i;
+    float scale = y->softmax_scale;
+    for (int64_t j = 0; j < lanes; j++) {
+        int64_t h = h0 + j;
+        if (h >= y->n_heads) {
+            for (int64_t k = 0; k < rank + y->rope; k++)
+                q_t[k * lanes + j] = 0.0f;
+            continue;
+        }
+        const float *folded = a->latent + (i * y->n_heads + h) * rank;
+        for (int64_t k = 0; k < rank; k++)
+            q_t[k * lanes + j] = folded[k] * scale;
+        float turned[CB_MAX_ROPE];
+        cb_rope(a->q + (i * y->n_heads + h) * (y->nope + y->rope) + y->nope, y->rope, y->rope_interleave,
+                a->call->cosine + t * half, a->call->sine + t * half, turned);
+        for (int64_t k = 0; k < y->rope; k++)
+            q_t[(rank + k) * lanes + j] = turned[k] * scale;
+    }
+}
+
+/* Number of keys of a row, and its selection or NULL when it sees all positions up to its own. */
+static int64_t keys_of(const cb_attn_call *c, int64_t t, const int32_t **selection)
+{
+    *selection = NULL;
+    if (c->layer->index_kind != CB_INDEX_NONE && c->step->n_selected[t] >= 0) {
+        *selection = c->step->selected + t * c->layer->index_topk;
+        return c->step->n_selected[t];
+    }
+    return (int64_t)c->step->position[t] + 1;
+}
+
+static const float *load_keys(const cb_attn_call *c, int64_t t, const int32_t *selection, int64_t first, int64_t n,
+                              float *room, int64_t *ld)
+{
+    const cb_attn_layer *y = c->layer;
+    int64_t width = y->kv_rank + y->rope;
+    if (!selection)
+        return cb_block_rows(c->step->kv, c->step->kv_format, width, cb_lanes(y->kv_rank),
+                             cb_kv_block_of(c->step, t, first), n, room, ld);
+    *ld = cb_lanes(width);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t position = selection[first + i];
+        cb_position_row(c->step->kv, c->step->kv_format, width, cb_kv_block_of(c->step, t, position),
+                        position % CB_KV_BLOCK, room + i * *ld);
+    }
+    return room;
+}
+
+static void attend(const attend_arg *a, const row_group *group, int64_t h0, float *base)
+{
+    const cb_attn_call *c = a->call;
+    const cb_attn_layer *y = c->layer;
+    const cb_attn_table *k = cb_kernels.attn;
+    int64_t lanes = a->lanes, depth = y->kv_rank + y->rope, rank = cb_lanes(y->kv_rank);
+    int64_t heads = CB_MIN(lanes, y->n_heads - h0);
+    attend_room r;
+    lay_out_room(y, lanes, group->n_rows, base, &r);
+    for (int64_t i = 0; i < group->n_rows; i++) {
+        load_query(a, group->row + i - a->row0, h0, r.q_t[i]);
+        memset(r.z[i], 0, (size_t)(heads * rank) * sizeof(float));
+    }
+
+    const int32_t *selection;
+    int64_t last = group->row + group->n_rows - 1, longest = keys_of(c, last, &selection);
+    for (int64_t first = 0; first < longest; first += CB_KV_BLOCK) {
+        int64_t ld, n = CB_MIN(CB_KV_BLOCK, longest - first);
+        const float *keys = load_keys(c, last, selection, first, n, r.keys, &ld);
+        for (int64_t i = 0; i < group->n_rows; i++) {
+            const int32_t *unused;
+            int64_t own = CB_MIN(n, keys_of(c, group->row + i, &unused) - first);
+            if (own <= 0)
+                continue;
+            k->scores(r.q_t[i], lanes, depth, keys, ld, own, r.scores);
+            k->softmax(r.scores, lanes, own, first == 0, r.m[i], r.l[i], r.f, r.g);
+            k->mix(r.scores, lanes, own, keys, ld, rank, heads, r.f, r.g, r.z[i]);
+        }
+    }
+
+    for (int64_t i = 0; i < group->n_rows; i++)
+        for (int64_t j = 0; j < heads; j++) {
+            float *out = a->latent + ((group->row + i - a->row0) * y->n_heads + h0 + j) * y->kv_rank;
+            float l = r.l[i][j];
+            for (int64_t e = 0; e < y->kv_rank; e++)
+                out[e] = r.z[i][j * rank + e] / l;
+        }
+}
+
+static void attend_job(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const attend_arg *a = arg;
+    for (int64_t item = begin; item < end; item++)
+        attend(a, &a->group[item / a->head_blocks], item % a->head_blocks * a->lanes,
+               a->room + thread * a->room_floats);
+}
+
+/* Consecutive rows of one sequence that see all positions share a task's key blocks. Returns the number of groups. */
+static int64_t group_rows(const cb_attn_call *c, int64_t row0, int64_t n, int64_t at_most, row_group *out)
+{
+    int64_t n_groups = 0;
+    const int32_t *selection;
+    for (int64_t t = row0; t < row0 + n; t++) {
+        bool dense = (keys_of(c, t, &selection), selection == NULL);
+        row_group *g = n_groups ? &out[n_groups - 1] : NULL;
+        bool joins = g && dense && g->n_rows < at_most && c->step->seq[t] == c->step->seq[g->row] &&
+                     (keys_of(c, g->row, &selection), selection == NULL);
+        if (joins)
+            g->n_rows++;
+        else
+            out[n_groups++] = (row_group){(int32_t)t, 1};
+    }
+    return n_groups;
+}
+
+static int attend_rows(const cb_attn_call *c, int64_t row0, int64_t n, const float *q, float *latent)
+{
+    const cb_attn_layer *y = c->layer;
+    int64_t threads = cb_pool_threads(c->pool), all = cb_lanes(y->n_heads);
+    int64_t lanes = CB_MIN(all, TASK_LANES);
+    while (lanes > CB_LANES && n * CB_CEIL(all, lanes) < 2 * threads)
+        lanes = cb_lanes(lanes / 2);
+    int64_t share = CB_MAX(1, CB_MIN(CB_MIN(TASK_ROWS, TASK_LANES / lanes), n / (2 * threads)));
+
+    row_group *group = cb_scratch(c->pool, n * (int64_t)sizeof *group);
+    attend_arg job = {.call = c, .row0 = row0, .q = q, .latent = latent, .group = group, .lanes = lanes,
+                      .head_blocks = CB_CEIL(all, lanes)};
+    attend_room unused;
+    job.room_floats = CB_CEIL(lay_out_room(y, lanes, share, NULL, &unused), 16) * 16;
+    job.room = cb_scratch(c->pool, threads * job.room_floats * 4);
+    if (!group || !job.room)
+        return CB_ENOMEM;
+    int64_t n_groups = group_rows(c, row0, n, share, group);
+    cb_parallel_for(c->pool, n_groups * job.head_blocks, 1, attend_job, &job);
+    return CB_OK;
+}
+
+static int attend_tile(const cb_attn_call *c, int64_t row0, int64_t n)
+{
+    const cb_attn_layer *y = c->layer;
+    int64_t heads = y->n_heads, head_q = y->nope + y->rope, D = y->hidden;
+    float *h = c->step->hidden + row0 * D;
+    float *wide = cb_scratch(c->pool, n * heads * CB_MAX(head_q, y->v_dim) * 4); /* queries, later head outputs */
+    float *latent = cb_scratch(c->pool, n * heads * y->kv_rank * 4);
+    if (!wide || !latent)
+        return CB_ENOMEM;
+
+    const float *q_in = h;
+    int64_t q_width = D;
+    int status;
+    if (y->q_a.format != CB_NONE) {
+        float *q_lat = cb_scratch(c->pool, n * y->q_rank * 4);
+        if (!q_lat)
+            return CB_ENOMEM;
+        status = cb_linear_internal(c->pool, &y->q_a, h, D, n, q_lat, y->q_rank, false);
+        if (status != CB_OK)
+            return status;
+        cb_rmsnorm_internal(c->pool, q_lat, y->q_rank, y->q_a_norm, y->latent_eps, n, y->q_rank, q_lat, y->q_rank);
+        q_in = q_lat;
+        q_width = y->q_rank;
+    }
+    status = cb_linear_internal(c->pool, &y->q_b, q_in, q_width, n, wide, heads * head_q, false);
+    if (status == CB_OK && y->index_kind == CB_INDEX_FULL)
+        status = cb_index_select(c, row0, n, q_in, q_width, h);
+    if (status == CB_OK)
+        status = heads_linear(c->pool, &y->k_b, heads, wide, head_q, n, latent);
+    if (status == CB_OK)
+        status = attend_rows(c, row0, n, wide, latent);
+    if (status == CB_OK)
+        status = heads_linear(c->pool, &y->v_b, heads, latent, y->kv_rank, n, wide);
+    if (status == CB_OK)
+        status = cb_linear_internal(c->pool, &y->o, wide, heads * y->v_dim, n, c->step->x + row0 * D, D, true);
+    if (status == CB_OK)
+        cb_rmsnorm_internal(c->pool, c->step->x + row0 * D, D, y->post_norm, y->rms_eps, n, D, h, D);
+    return status;
+}
+
+/* ---- contract --------------------------------------------------------------------------------------------- */
+
+static bool is_matrix(const cb_matrix *m, int64_t out, int64_t in)
+{
+    return m->format != CB_NONE && m->out == out && m->in == in && cb_matrix_check(m) == CB_OK;
+}
+
+static bool is_layer_valid(const cb_attn_layer *y)
+{
+    if (y->hidden <= 0 || y->n_heads <= 0 || y->kv_rank <= 0 || y->nope <= 0 || y->v_dim <= 0 || y->rope < 0 ||
+        y->rope % 2 || y->rope > CB_MAX_ROPE || !y->input_norm || !y->kv_a_norm || !y->post_norm ||
+        (y->rope > 0 && !y->inv_freq))
+        return false;
+    int64_t q_width = y->hidden;
+    if (y->q_a.format != CB_NONE) {
+        if (y->q_rank <= 0 || !y->q_a_norm || !is_matrix(&y->q_a, y->q_rank, y->hidden))
+            return false;
+        q_width = y->q_rank;
+    }
+    int64_t heads = y->n_heads;
+    if (!is_matrix(&y->q_b, heads * (y->nope + y->rope), q_width) ||
+        !is_matrix(&y->kv_a, y->kv_rank + y->rope, y->hidden) || !is_matrix(&y->k_b, y->kv_rank, y->nope) ||
+        !is_matrix(&y->v_b, y->v_dim, y->kv_rank) || !is_matrix(&y->o, y->hidden, heads * y->v_dim))
+        return false;
+    switch (y->index_kind) {
+    case CB_INDEX_NONE: return true;
+    case CB_INDEX_SHARED: return y->index_topk > 0;
+    case CB_INDEX_FULL:
+        return y->index_topk > 0 && y->index_heads > 0 && y->index_dim >= y->rope && y->index_dim > 0 &&
+               y->index_k_norm_w && y->index_k_norm_b &&
+               is_matrix(&y->index_wq_b, (int64_t)y->index_heads * y->index_dim, q_width) &&
+               is_matrix(&y->index_wk, y->index_dim, y->hidden) &&
+               is_matrix(&y->index_weights, y->index_heads, y->hidden);
+    default: return false;
+    }
+}
+
+static bool is_selection_valid(const int32_t *selected, int64_t n, int64_t topk, int64_t position)
+{
+    if (n < 0)
+        return true;
+    if (n == 0 || n > topk)
+        return false;
+    int64_t before = -1;
+    for (int64_t i = 0; i < n; before = selected[i], i++)
+        if (selected[i] <= before)
+            return false;
+    return before <= position;
+}
+
+static bool is_step_valid(const cb_attn_layer *y, const cb_attn_step *s)
+{
+    if (s->n_rows < 0 || (s->kv_format != CB_KV_F32 && s->kv_format != CB_KV_BF16))
+        return false;
+    if (s->n_rows == 0)
+        return true;
+    if (!s->position || !s->seq || !s->block_table || !s->kv || !s->x || !s->hidden || s->table_stride <= 0)
+        return false;
+    if (y->index_kind != CB_INDEX_NONE && (!s->selected || !s->n_selected))
+        return false;
+    if (y->index_kind == CB_INDEX_FULL && !s->index_k)
+        return false;
+    for (int64_t t = 0; t < s->n_rows; t++) {
+        if (s->position[t] < 0 || s->seq[t] < 0 || s->position[t] / CB_KV_BLOCK >= s->table_stride)
+            return false;
+        /* The row before, when of the same sequence, has vouched for the blocks up to its own position. */
+        bool follows = t > 0 && s->seq[t] == s->seq[t - 1];
+        if (follows && s->position[t] <= s->position[t - 1])
+            return false;
+        for (int64_t p = follows ? s->position[t - 1] : 0; p / CB_KV_BLOCK <= s->position[t] / CB_KV_BLOCK;
+             p += CB_KV_BLOCK) {
+            int64_t block = cb_kv_block_of(s, t, p);
+            if (block < 0 || block >= s->n_blocks)
+                return false;
+        }
+        if (y->index_kind == CB_INDEX_SHARED &&
+            !is_selection_valid(s->selected + t * y->index_topk, s->n_selected[t], y->index_topk, s->position[t]))
+            return false;
+    }
+    return true;
+}
+
+static int forward(cb_attn_call *c)
+{
+    int64_t n = c->step->n_rows, half = CB_MAX(1, c->layer->rope / 2);
+    c->cosine = cb_scratch(c->pool, n * half * 4);
+    c->sine = cb_scratch(c->pool, n * half * 4);
+    if (!c->cosine || !c->sine)
+        return CB_ENOMEM;
+    cb_parallel_for(c->pool, n, 8, angles_job, c);
+    int status = CB_OK;
+    for (int phase = 0; phase < 2; phase++)
+        for (int64_t row0 = 0; row0 < n && status == CB_OK; row0 += ROW_TILE) {
+            cb_scratch_mark mark = cb_scratch_begin(c->pool);
+            int64_t rows = CB_MIN(ROW_TILE, n - row0);
+            status = phase == 0 ? write_cache(c, row0, rows) : attend_tile(c, row0, rows);
+            cb_scratch_end(c->pool, mark);
+        }
+    return status;
+}
+
+int cb_attn_forward(cb_pool *pool, const cb_attn_layer *layer, const cb_attn_step *step)
+{
+    if (!pool || !layer || !step || !is_layer_valid(layer) || !is_step_valid(layer, step))
+        return CB_EINVAL;
+    if (step->n_rows == 0)
+        return CB_OK;
+    cb_attn_call call = {.pool = pool, .layer = layer, .step = step};
+    cb_pool_hold(pool);
+    cb_scratch_mark mark = cb_scratch_begin(pool);
+    int status = forward(&call);
+    cb_scratch_end(pool, mark);
+    cb_pool_release(pool);
+    return status;
+}

@@ -1,0 +1,74 @@
+/* attn.h: inner loops of attention and indexer, and the pieces their drivers share.
+ *
+ * "Lanes" are heads, padded to a multiple of 16; a lane's value never meets another lane's. All pointers may be
+ * unaligned unless said otherwise; strides are in floats. Sizes: GLM-5.2 has depth 576 (512 + 64), 64 heads.
+ */
+#ifndef CB_ATTN_H
+#define CB_ATTN_H
+
+#include "internal.h"
+
+#define CB_LANES 16
+#define CB_MAX_ROPE 512
+
+typedef struct cb_attn_table {
+    /* bf16 -> f32, exact. */
+    void (*widen)(const uint16_t *src, int64_t n, float *dst);
+
+    /* out f32[n, lanes]: out[i][h] = 0; for k ascending: out[i][h] = fma(q_t[k][h], keys[i][k], out[i][h]).
+     * q_t f32[depth, lanes], keys f32[n, depth] with row stride ldk, n <= CB_KV_BLOCK. */
+    void (*scores)(const float *q_t, int64_t lanes, int64_t depth, const float *keys, int64_t ldk, int64_t n,
+                   float *out);
+
+    /* One block of scores f32[n, lanes] becomes p = exp(s - block maximum), in place; m, l f32[lanes] move on and
+     * f, g f32[lanes] get the factors that join this block to what came before (f = 0 when first). n >= 1. */
+    void (*softmax)(float *s, int64_t lanes, int64_t n, bool first, float *m, float *l, float *f, float *g);
+
+    /* z[h][r] = fma(z[h][r], f[h], zb * g[h]) with zb = 0; for i ascending: zb = fma(p[i][h], keys[i][r], zb).
+     * rank is a multiple of 16 and keys rows are readable that far; z f32[n_heads, rank], stride rank. */
+    void (*mix)(const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
+                int64_t n_heads, const float *f, const float *g, float *z);
+
+    /* out f32[n]: per position, s_l = fma(g[h], relu(d[i][h]), s_l) over h = l, l + 16, ... ascending, then the tree
+     * of the norms. d f32[n, lanes]; a NaN stays one. */
+    void (*index_fold)(const float *d, int64_t lanes, int64_t n, const float *g, float *out);
+
+    const char *isa;
+} cb_attn_table;
+
+
+/* ---- drivers ---------------------------------------------------------------------------------------------- */
+
+/* What the parts of one cb_attn_forward share. Rows are numbered within the call. */
+typedef struct {
+    cb_pool *pool;
+    const cb_attn_layer *layer;
+    const cb_attn_step *step;
+    float *cosine, *sine; /* f32[T, rope / 2], amplitude applied */
+} cb_attn_call;
+
+static inline int64_t cb_lanes(int64_t heads) { return CB_CEIL(heads, CB_LANES) * CB_LANES; }
+
+/* Rotates one vector of `rope` values; the result is de-interleaved (all u, then all v). src may equal dst. */
+void cb_rope(const float *src, int64_t rope, bool interleave, const float *cosine, const float *sine, float *dst);
+
+/* Positions [first, first + n) of one KV block (all in block `block`) as f32 rows: either where they lie or, when they
+ * must be widened or padded, in `room` f32[CB_KV_BLOCK, pad16(width)]. *ld gets the row stride. `reach` is how far into
+ * a row the caller reads (a multiple of 16 at most 15 above width). */
+const float *cb_block_rows(const void *cache, int format, int64_t width, int64_t reach, int64_t block, int64_t n,
+                           float *room, int64_t *ld);
+/* One cached position as f32[width]. */
+void cb_position_row(const void *cache, int format, int64_t width, int64_t block, int64_t offset, float *dst);
+void cb_store_row(void *cache, int format, int64_t width, int64_t block, int64_t offset, const float *src);
+
+static inline int64_t cb_kv_block_of(const cb_attn_step *step, int64_t row, int64_t position)
+{
+    return step->block_table[step->seq[row] * step->table_stride + position / CB_KV_BLOCK];
+}
+
+/* index.c: writes selected and n_selected of rows [row0, row0 + n) of a full layer. q_in f32[n, q_width] is the normed
+ * query latent (h itself when there is no q_a), h f32[n, D]. */
+int cb_index_select(const cb_attn_call *call, int64_t row0, int64_t n, const float *q_in, int64_t q_width,
+                    const float *h);
+
+#endif

@@ -1,0 +1,166 @@
+/* index.c: the sparse indexer of a full layer: which positions each row attends to.
+ *
+ * A task scores up to four rows of one sequence against a span of cached index keys; then each row's largest scores
+ * are picked. Rows with no more candidates than index_topk take all of them and are never scored.
+ */
+#include "attn.h"
+
+#include <math.h>
+#include <string.h>
+
+#define GROUP_ROWS 4
+#define SPAN 2048                       /* positions of one task */
+#define SCORE_FLOATS ((int64_t)4 << 20) /* scores held at one time, unless a single group needs more */
+
+typedef struct {
+    int32_t row[GROUP_ROWS]; /* rows of the call */
+    int32_t n_rows;
+    int32_t line; /* of the first row's scores */
+} index_group;
+
+typedef struct {
+    const cb_attn_call *call;
+    int64_t row0;
+    const float *q; /* [tile rows][heads][dim], turned */
+    const float *g; /* [tile rows][heads], scaled */
+    const index_group *group;
+    int64_t spans, stride;
+    float *scores; /* [lines][stride] */
+    float *room;   /* per thread */
+    int64_t room_floats;
+} index_arg;
+
+static void turn_job(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const index_arg *a = arg;
+    const cb_attn_call *c = a->call;
+    const cb_attn_layer *y = c->layer;
+    int64_t half = y->rope / 2;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++)
+        for (int64_t h = 0; h < y->index_heads; h++) {
+            float *q = (float *)a->q + (i * y->index_heads + h) * y->index_dim;
+            cb_rope(q, y->rope, y->index_rope_interleave, c->cosine + (a->row0 + i) * half,
+                    c->sine + (a->row0 + i) * half, q);
+        }
+}
+
+static int64_t room_floats(const cb_attn_layer *y)
+{
+    int64_t lanes = cb_lanes(y->index_heads);
+    int64_t floats = CB_KV_BLOCK * (cb_lanes(y->index_dim) + lanes) + GROUP_ROWS * lanes * (y->index_dim + 1);
+    return CB_CEIL(floats, 16) * 16;
+}
+
+static void score(const index_arg *a, const index_group *group, int64_t from, int64_t to, float *room)
+{
+    const cb_attn_call *c = a->call;
+    const cb_attn_layer *y = c->layer;
+    const cb_attn_table *k = cb_kernels.attn;
+    int64_t heads = y->index_heads, dim = y->index_dim, lanes = cb_lanes(heads);
+    float *key_room = room, *d = key_room + CB_KV_BLOCK * cb_lanes(dim), *q_t = d + CB_KV_BLOCK * lanes;
+    float *g = q_t + GROUP_ROWS * lanes * dim;
+    for (int64_t i = 0; i < group->n_rows; i++) {
+        int64_t tile_row = group->row[i] - a->row0;
+        for (int64_t h = 0; h < lanes; h++) {
+            const float *q = a->q + (tile_row * heads + h) * dim;
+            for (int64_t e = 0; e < dim; e++)
+                q_t[(i * dim + e) * lanes + h] = h < heads ? q[e] : 0.0f;
+            g[i * lanes + h] = h < heads ? a->g[tile_row * heads + h] : 0.0f;
+        }
+    }
+    int64_t last = group->row[group->n_rows - 1];
+    to = CB_MIN(to, (int64_t)c->step->position[last] + 1);
+    for (int64_t first = from; first < to; first += CB_KV_BLOCK) {
+        int64_t ld, n = CB_MIN(CB_KV_BLOCK, to - first);
+        const float *keys = cb_block_rows(c->step->index_k, c->step->kv_format, dim, dim,
+                                          cb_kv_block_of(c->step, last, first), n, key_room, &ld);
+        for (int64_t i = 0; i < group->n_rows; i++) {
+            int64_t own = CB_MIN(n, (int64_t)c->step->position[group->row[i]] + 1 - first);
+            if (own <= 0)
+                continue;
+            k->scores(q_t + i * dim * lanes, lanes, dim, keys, ld, own, d);
+            k->index_fold(d, lanes, own, g + i * lanes, a->scores + (group->line + i) * a->stride + first);
+        }
+    }
+}
+
+static void score_job(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const index_arg *a = arg;
+    for (int64_t item = begin; item < end; item++) {
+        int64_t from = item % a->spans * SPAN;
+        score(a, &a->group[item / a->spans], from, from + SPAN, a->room + thread * a->room_floats);
+    }
+}
+
+static void pick_job(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const index_arg *a = arg;
+    const cb_attn_step *s = a->call->step;
+    int64_t topk = a->call->layer->index_topk;
+    (void)thread;
+    for (int64_t item = begin; item < end; item++) {
+        const index_group *group = &a->group[item / GROUP_ROWS];
+        int64_t i = item % GROUP_ROWS;
+        if (i >= group->n_rows)
+            continue;
+        int64_t t = group->row[i];
+        s->n_selected[t] = (int32_t)cb_topk(a->scores + (group->line + i) * a->stride, (int64_t)s->position[t] + 1,
+                                            topk, s->selected + t * topk);
+    }
+}
+
+int cb_index_select(const cb_attn_call *c, int64_t row0, int64_t n, const float *q_in, int64_t q_width, const float *h)
+{
+    const cb_attn_layer *y = c->layer;
+    const cb_attn_step *s = c->step;
+    int64_t longest = 0;
+    for (int64_t t = row0; t < row0 + n; t++) {
+        s->n_selected[t] = -1;
+        if (s->position[t] >= y->index_topk)
+            longest = CB_MAX(longest, (int64_t)s->position[t] + 1);
+    }
+    if (longest == 0)
+        return CB_OK;
+
+    cb_scratch_mark mark = cb_scratch_begin(c->pool);
+    int64_t q_floats = (int64_t)y->index_heads * y->index_dim;
+    int64_t stride = CB_CEIL(longest, 16) * 16, threads = cb_pool_threads(c->pool);
+    int64_t max_lines = CB_MAX(GROUP_ROWS, CB_MIN(n, SCORE_FLOATS / stride));
+    float *q = cb_scratch(c->pool, n * q_floats * 4), *g = cb_scratch(c->pool, n * y->index_heads * 4);
+    float *scores = cb_scratch(c->pool, max_lines * stride * 4);
+    index_group *group = cb_scratch(c->pool, n * (int64_t)sizeof *group);
+    index_arg job = {.call = c, .row0 = row0, .q = q, .g = g, .group = group, .spans = CB_CEIL(longest, SPAN),
+                     .stride = stride, .scores = scores, .room_floats = room_floats(y)};
+    job.room = cb_scratch(c->pool, threads * job.room_floats * 4);
+    int status = q && g && scores && group && job.room ? CB_OK : CB_ENOMEM;
+    if (status == CB_OK)
+        status = cb_linear_internal(c->pool, &y->index_wq_b, q_in, q_width, n, q, q_floats, false);
+    if (status == CB_OK)
+        status = cb_linear_internal(c->pool, &y->index_weights, h, y->hidden, n, g, y->index_heads, false);
+    if (status == CB_OK) {
+        float scale = (float)(1.0 / sqrt((double)y->index_heads) / sqrt((double)y->index_dim));
+        for (int64_t i = 0; i < n * y->index_heads; i++)
+            g[i] = g[i] * scale;
+        cb_parallel_for(c->pool, n, 4, turn_job, &job);
+
+        for (int64_t t = row0; t < row0 + n;) {
+            int64_t n_groups = 0, lines = 0;
+            for (; t < row0 + n && lines < max_lines; t++) {
+                if (s->position[t] < y->index_topk)
+                    continue;
+                index_group *last = n_groups ? &group[n_groups - 1] : NULL;
+                if (last && last->n_rows < GROUP_ROWS && s->seq[last->row[0]] == s->seq[t])
+                    last->row[last->n_rows++] = (int32_t)t;
+                else
+                    group[n_groups++] = (index_group){.row = {(int32_t)t}, .n_rows = 1, .line = (int32_t)lines};
+                lines++;
+            }
+            cb_parallel_for(c->pool, n_groups * job.spans, 1, score_job, &job);
+            cb_parallel_for(c->pool, n_groups * GROUP_ROWS, 1, pick_job, &job);
+        }
+    }
+    cb_scratch_end(c->pool, mark);
+    return status;
+}
