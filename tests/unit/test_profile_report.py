@@ -1,0 +1,206 @@
+"""Attribution of time on made-up rows whose truth is known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cli.profile_report import Facts, analyse, as_json, chrome_trace, format_report, rates, verdict
+from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
+from shared.stages import ROW, Stage, StepKind, TraceRing
+
+MS = 1_000_000
+
+
+def ring_of(rows: list[tuple[Any, ...]]) -> np.ndarray:
+    """(service, stage, layer, start ms, end ms[, bytes[, step]]) -> what a tool reads from the ring."""
+    buf = bytearray(64 + 64 * (len(rows) + 1))
+    ring = TraceRing(buf)
+    for service, stage, layer, start, end, *rest in rows:
+        n_bytes, step = (*rest, 0, 7)[:2] if len(rest) < 2 else rest
+        one = np.zeros(1, ring.dtype)
+        one["start_ns"], one["end_ns"], one["bytes"], one["step"] = int(start * MS), int(end * MS), n_bytes, step
+        one["stage"], one["layer"] = stage, layer
+        ring.append(SERVICES.index(service), one)
+    count, out, lost = ring.read_since(0)
+    assert (count, len(out), lost) == (len(rows), len(rows), 0)
+    return out
+
+
+def totals(report: Any, kind: str = "decode") -> dict[str, float]:
+    return {total.name: total.total_ns / MS for total in report.kinds[kind].totals.values() if total.total_ns}
+
+
+# One layer of one decode step: plan 1, attention 3, hop 0.5, gate 1 (beside shared 0.7), hop 0.5, experts 2, storage 4,
+# reduce 0.5, hop 0.5, head 1, hop 0.5, sample 1 -> 16.0 in all, STEP says 16.2.
+STEP = [
+    (ROUTER, Stage.STEP, StepKind.DECODE, 100, 116.2, 1),
+    (ROUTER, Stage.PLAN, -1, 100, 101),
+    (ATTENTION, Stage.ATTENTION, 3, 101.5, 104.5),
+    (ATTENTION, Stage.MIXED_WAIT, 3, 104.5, 113.5),
+    (EXPERT_IO, Stage.SHARED_FFN, 3, 105.0, 105.7),
+    (EXPERT_IO, Stage.GATE_WAIT, 3, 105.7, 106.5),
+    (ROUTER, Stage.GATE, 3, 105.0, 106.0),
+    (ROUTER, Stage.PILOT, 3, 106.1, 109.0),
+    (EXPERT_IO, Stage.EXPERT_FFN, 3, 106.5, 108.5),
+    (EXPERT_IO, Stage.IO_WAIT, 3, 108.5, 112.5),
+    (EXPERT_IO, Stage.REDUCE, 3, 112.5, 113.0),
+    (EXPERT_IO, Stage.IO_READ, 3, 106.5, 110.5, 8_000_000),
+    (EXPERT_IO, Stage.IO_READ, 3, 108.5, 112.5, 8_000_000),
+    (ATTENTION, Stage.HEAD, -1, 113.5, 114.5),
+    (ROUTER, Stage.SAMPLE, -1, 115, 116),
+]
+
+
+def test_each_instant_goes_to_whoever_is_waited_for() -> None:
+    report = analyse(ring_of(STEP))
+    assert totals(report) == pytest.approx(
+        {
+            "router plan": 1.0,
+            "attention attention": 3.0,
+            "expert_io shared_ffn": 0.7,
+            "router gate": 0.3,  # only what shared_ffn does not hide
+            "router pilot": 0.4,  # only until the experts begin
+            "expert_io expert_ffn": 2.0,
+            "expert_io io_wait": 4.0,
+            "expert_io reduce": 0.5,
+            "attention head": 1.0,
+            "router sample": 1.0,
+            "hop": 0.5 + 0.5 + 0.5 + 0.5,
+            "other": 0.1,  # the router between gate and pilot
+        }
+    )
+
+
+def test_rows_sum_to_the_wall_time_and_the_check_can_fail() -> None:
+    report = analyse(ring_of(STEP))
+    decode = report.kinds["decode"]
+    assert decode.sum_ns == 16 * MS
+    assert decode.wall_ns == 16.2 * MS
+    assert decode.difference == pytest.approx(0.2 / 16.2)
+    # A step whose last second has no row at all.
+    rows = [(ROUTER, Stage.STEP, StepKind.DECODE, 100, 126, 1), *STEP[1:]]
+    report = analyse(ring_of(rows))
+    assert report.kinds["decode"].difference == pytest.approx(10 / 26)
+    assert any("MORE THAN 5 %" in line for line in format_report(report))
+
+
+def test_order_of_the_rows_does_not_matter() -> None:
+    assert totals(analyse(ring_of(STEP[::-1]))) == pytest.approx(totals(analyse(ring_of(STEP))))
+
+
+def test_overlapping_reads_are_counted_once_as_busy() -> None:
+    reads = analyse(ring_of(STEP)).reads
+    assert (reads.n_reads, reads.n_bytes, reads.busy_ns) == (2, 16_000_000, 6 * MS)
+    assert reads.gb_per_s == pytest.approx(16 / 6)
+
+
+def test_kinds_are_apart_and_all_is_their_sum() -> None:
+    rows = [
+        (ROUTER, Stage.STEP, StepKind.PREFILL, 0, 10, 64),
+        (ATTENTION, Stage.ATTENTION, 0, 0, 10),
+        (ROUTER, Stage.STEP, StepKind.DECODE, 20, 22, 1),
+        (ATTENTION, Stage.ATTENTION, 0, 20, 22),
+        (ROUTER, Stage.STEP, StepKind.DRAFT, 22, 23, 1),
+        (DRAFTER, Stage.DRAFT, -1, 22, 23),
+    ]
+    report = analyse(ring_of(rows), Facts(n_prompt=64, n_generated=7))
+    assert totals(report, "prefill") == {"attention attention": 10}
+    assert totals(report, "decode") == {"attention attention": 2}
+    assert totals(report, "draft") == {"drafter draft": 1}
+    assert report.all.sum_ns == report.all.wall_ns == 13 * MS
+    assert rates(report) == pytest.approx({"prefill_tokens_per_s": 6400, "decode_tokens_per_s": 6 / 0.003})
+
+
+def test_a_row_that_reaches_over_the_end_of_a_step_is_split() -> None:
+    rows = [
+        (ROUTER, Stage.STEP, StepKind.DECODE, 0, 10, 1),
+        (ROUTER, Stage.STEP, StepKind.DECODE, 10, 20, 1),
+        (ROUTER, Stage.PILOT, 3, 8, 13),
+        (ATTENTION, Stage.ATTENTION, 0, 0, 8),
+        (ATTENTION, Stage.ATTENTION, 0, 13, 20),
+    ]
+    report = analyse(ring_of(rows))
+    assert totals(report) == {"attention attention": 15, "router pilot": 5}
+    assert report.kinds["decode"].totals[ROUTER, "pilot"].durations == [5 * MS]
+
+
+def test_steps_that_overlap_are_not_counted_twice() -> None:
+    rows = [
+        (ROUTER, Stage.STEP, StepKind.DECODE, 0, 10, 1),
+        (ROUTER, Stage.STEP, StepKind.DECODE, 5, 15, 1),
+        (ATTENTION, Stage.ATTENTION, 0, 0, 15),
+    ]
+    assert analyse(ring_of(rows)).all.wall_ns == 15 * MS
+
+
+@pytest.mark.parametrize(
+    ("stage", "service", "word"),
+    [
+        (Stage.IO_WAIT, EXPERT_IO, "storage"),
+        (Stage.EXPERT_FFN, EXPERT_IO, "computing experts"),
+        (Stage.ATTENTION, ATTENTION, "attention"),
+        (Stage.SAMPLE, ROUTER, "router"),
+        (Stage.MIXED_WAIT, ATTENTION, "hops"),
+    ],
+)
+def test_verdict_names_the_largest_share(stage: Stage, service: str, word: str) -> None:
+    rows = [
+        (ROUTER, Stage.STEP, StepKind.DECODE, 0, 100, 1),
+        (ROUTER, Stage.PLAN, -1, 0, 5),
+        (service, stage, 1, 6, 94),
+        (ATTENTION, Stage.HEAD, -1, 95, 100),
+    ]
+    text = verdict(analyse(ring_of(rows)))
+    assert word in text
+    assert text.startswith("Bottleneck: ")
+
+
+def test_bytes_reconcile_with_the_kernel_or_say_so() -> None:
+    counters = {EXPERT_IO: {"bytes_demand": 900, "bytes_speculative": 100, "hits": 3, "late_hits": 1, "misses": 4}}
+    near = as_json(analyse(ring_of(STEP), Facts(counters=counters, kernel_read_bytes=995)))
+    assert near["io"]["difference"] == pytest.approx(0.005)
+    far = analyse(ring_of(STEP), Facts(counters=counters, kernel_read_bytes=0))
+    assert as_json(far)["io"]["difference"] == 1.0
+    assert any("page cache" in line for line in format_report(far))
+
+
+def test_json_is_plain_and_complete() -> None:
+    data = json.loads(json.dumps(as_json(analyse(ring_of(STEP)))))
+    assert sum(row["total_s"] for row in data["rows"]) == pytest.approx(data["sum_s"]) == pytest.approx(0.016)
+    assert sum(row["share"] for row in data["rows"]) == pytest.approx(1.0)
+    assert sum(layer["total_s"] for layer in data["layers"]) == pytest.approx(data["sum_s"])
+
+
+def test_nothing_happened() -> None:
+    report = analyse(ring_of([]))
+    assert "no step ran while looking" in format_report(report)
+    assert as_json(report)["verdict"] == "Nothing was computed while looking."
+    assert chrome_trace(ring_of([]))["traceEvents"] == []
+
+
+def test_table_is_plain_ascii() -> None:
+    lines = format_report(analyse(ring_of(STEP)), has_layers=True)
+    assert "\n".join(lines).isascii()
+    assert max(map(len, lines[:-1])) <= 120, "only the verdict is a sentence"
+
+
+def test_chrome_trace_has_a_lane_per_overlapping_read() -> None:
+    trace = chrome_trace(ring_of(STEP))
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(events) == len(STEP)
+    assert min(event["ts"] for event in events) == 0
+    reads = [event for event in events if event["name"] == "io_read"]
+    assert len({event["tid"] for event in reads}) == 2
+    for track in {(event["pid"], event["tid"]) for event in events}:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if (e["pid"], e["tid"]) == track)
+        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(spans, spans[1:])), "rows of one track must not overlap"
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+    assert names == {ROUTER, ATTENTION, EXPERT_IO}
+
+
+def test_row_size_is_the_one_of_the_frame() -> None:
+    assert ROW.size == 40
