@@ -169,6 +169,22 @@ class ContainerPlan(msgspec.Struct, frozen=True):
         return sum(file.n_experts * file.layout.record_bytes for file in self.experts)
 
 
+class Facts(msgspec.Struct, frozen=True):
+    """What the ledger needs to know of a container, besides the spec. Bytes of each role's tensors as loaded."""
+
+    dense_bytes: int
+    """Attention: everything but gates, shared experts of MoE layers and the MTP layer."""
+    embed_bytes: int
+    """The embedding table's part of ``dense_bytes``: a token reads one row of it."""
+    gate_bytes: int
+    shared_bytes: int
+    """Shared experts of all MoE layers (expert_io holds them)."""
+    mtp_bytes: int
+    """The MTP layer without gate and shared expert."""
+    record_bytes: tuple[int, ...]
+    """Of each MoE layer, ascending."""
+
+
 def check_precision(precision: Mapping[str, str]) -> None:
     """ContainerError unless every role has a format that the kernels offer for it."""
     if set(precision) != set(ROLES):
@@ -277,3 +293,29 @@ def plan_container(
         layout = expert_layout(fmt, spec.expert_inner, spec.hidden)
         experts.append(ExpertFilePlan(f"experts-{layer:03d}.safetensors", layer, spec.n_experts, layout))
     return ContainerPlan(dict(precision), dense, tuple(experts))
+
+
+def owner_of(name: str, spec: ModelSpec) -> str:
+    """Which process holds a dense tensor: "dense" (attention), "gate" (router), "shared" (expert_io), "mtp" (drafter)."""
+    parts = name.split(".")
+    if parts[:2] != ["model", "layers"]:
+        return "dense"
+    layer = int(parts[2])
+    if parts[3:5] == ["mlp", "gate"]:
+        return "gate"
+    if parts[3:5] == ["mlp", "shared_experts"]:
+        return "shared"
+    return "mtp" if layer >= spec.n_layers else "dense"
+
+
+def plan_facts(spec: ModelSpec, plan: ContainerPlan) -> Facts:
+    """Bytes by owner, of a container that exists or of one that would be made."""
+    sums = dict.fromkeys(("dense", "gate", "shared", "mtp"), 0)
+    embed = 0
+    for file in plan.dense:
+        for item in file.items:
+            size = sum(-(-part.n_bytes // SECTION_ALIGN) * SECTION_ALIGN for part in item.stored)
+            sums[owner_of(item.name, spec)] += size
+            embed += size if item.kind == "table" else 0
+    records = tuple(file.layout.record_bytes for file in plan.experts)
+    return Facts(sums["dense"], embed, sums["gate"], sums["shared"], sums["mtp"], records)

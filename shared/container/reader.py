@@ -28,9 +28,12 @@ from shared.container.format import (
     ExpertFilePlan,
     ExpertLayout,
     ExpertsRecord,
+    Facts,
     Index,
     check_precision,
+    owner_of,
     plan_container,
+    plan_facts,
 )
 from shared.container.safetensors_file import FileHeader, read_header
 from shared.errors import ChecksumMismatch, ContainerError, ShortRead
@@ -97,20 +100,6 @@ class ExpertFile(msgspec.Struct, frozen=True):
         return self.data_offset + expert * self.record_bytes
 
 
-class Facts(msgspec.Struct, frozen=True):
-    """What the ledger needs to know of a container, besides the spec. Bytes of each role's tensors as loaded."""
-
-    dense_bytes: int
-    """Attention: everything but gates, shared experts of MoE layers and the MTP layer."""
-    gate_bytes: int
-    shared_bytes: int
-    """Shared experts of all MoE layers (expert_io holds them)."""
-    mtp_bytes: int
-    """The MTP layer without gate and shared expert."""
-    record_bytes: tuple[int, ...]
-    """Of each MoE layer, ascending."""
-
-
 class Container:
     """A validated container. ``experts`` has one file per MoE layer, the MTP layer included."""
 
@@ -140,11 +129,7 @@ class Container:
 
     def facts(self) -> Facts:
         """Bytes by owner, for the ledger."""
-        sums = dict.fromkeys(("dense", "gate", "shared", "mtp"), 0)
-        for entry in self.dense.values():
-            sums[owner_of(entry.name, self.spec)] += entry.total_bytes
-        records = tuple(self.experts[layer].record_bytes for layer in sorted(self.experts))
-        return Facts(sums["dense"], sums["gate"], sums["shared"], sums["mtp"], records)
+        return plan_facts(self.spec, plan_container(self.spec, self.precision))
 
     def read_dense(
         self,
@@ -216,19 +201,6 @@ class Container:
                 file.path, file.offset_of(expert), record, file.checksums[expert], f"layer {layer} expert {expert}"
             )
         return record
-
-
-def owner_of(name: str, spec: ModelSpec) -> str:
-    """Which process holds a dense tensor: "dense" (attention), "gate" (router), "shared" (expert_io), "mtp" (drafter)."""
-    parts = name.split(".")
-    if parts[:2] != ["model", "layers"]:
-        return "dense"
-    layer = int(parts[2])
-    if parts[3:5] == ["mlp", "gate"]:
-        return "gate"
-    if parts[3:5] == ["mlp", "shared_experts"]:
-        return "shared"
-    return "mtp" if layer >= spec.n_layers else "dense"
 
 
 def aligned_buffer(n_bytes: int) -> npt.NDArray[np.uint8]:

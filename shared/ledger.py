@@ -1,0 +1,414 @@
+"""The memory ledger: every large allocation of every process, drawn from one budget before anything starts.
+
+``make_ledger`` is pure: spec, container facts, settings and a number of bytes in; lines, slots and sizes out, or a
+CapacityError with the arithmetic. ``colibri-up`` starts the group with it, ``colibri plan`` prints it: one computation.
+``probe_memory`` asks the machine, control groups included.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from shared.config import Settings, usable_cpus
+from shared.container.format import Facts
+from shared.errors import CapacityError, ConfigError
+from shared.kv_layout import KV_BLOCK, blocks_for, kv_layout
+from shared.model_spec import ModelSpec
+
+BUDGET_SHARE = 0.85
+"""Of what is available now; the rest is for the page cache, the desktop, and what other programs do next."""
+
+DEFAULT_CONTEXT = 8192
+DEFAULT_SEQUENCES = 4
+DEFAULT_CHUNK = 512
+DEFAULT_DRAFTS = 2
+N_FRAMES = 2
+"""One for the step, one for the draft."""
+
+MIB = 1 << 20
+_HUGE_PAGE = 2 * MIB
+_HUGE_WASTE = 0.05
+_KV_SHARE = 0.25
+_WORK_SHARE = 0.10
+_MIN_CONTEXT = 256
+_MIN_CHUNK = 16
+_READ_BUFFER_BYTES = 4 * 4 * MIB
+_PROCESS_BYTES = {
+    "gateway": 70 * MIB,
+    "router": 90 * MIB,
+    "attention": 80 * MIB,
+    "expert_io": 80 * MIB,
+    "drafter": 80 * MIB,
+    "group": 110 * MIB,  # colibri-up and supervisor
+}
+"""Interpreter, libraries, sockets, counters: private memory of an idle process."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One allocation. ``owner`` is the process that holds it, or "shared" for segments that several map."""
+
+    owner: str
+    what: str
+    bytes: int
+
+
+class Ledger(msgspec.Struct, frozen=True, kw_only=True):
+    """What the group may use, and for what. The fields from ``n_slots`` on go into the group's configuration."""
+
+    lines: tuple[Line, ...]
+    available_bytes: int
+    budget_bytes: int
+    n_slots: int
+    slot_bytes: int
+    n_experts: int
+    """Experts of all layers in use: with as many slots everything is resident."""
+    n_threads: int
+    kv_dtype: str
+    prefill_chunk: int
+    n_drafts: int
+    max_sequences: int
+    max_context: int
+    n_kv_blocks: int
+    n_frames: int
+    logit_rows: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(line.bytes for line in self.lines)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes in named shared memory (/dev/shm)."""
+        return sum(line.bytes for line in self.lines if line.owner == "shared")
+
+    def table(self) -> str:
+        """The arithmetic, one line per allocation."""
+        return _table(self.lines, self.budget_bytes, self.available_bytes)
+
+
+class MemoryProbe(msgspec.Struct, frozen=True):
+    """What the machine offers now."""
+
+    available_bytes: int
+    source: str
+    """Which limit decided: "MemAvailable" or the control group's file."""
+    shm_bytes: int
+    """Free in /dev/shm, where the named segments go."""
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """Upper bounds of decoding one sequence, from bytes per token and measured rates; perfect overlap assumed."""
+
+    routed_bytes: int
+    """Expert records a token uses."""
+    resident_bytes: int
+    """Dense weights, gates and shared experts that a token reads from memory."""
+    hit_rate: float
+    """Slots over experts: what uniform routing would hit. Real routing is more skewed, hence better."""
+    cold_tokens_s: float
+    warm_tokens_s: float
+    resident_tokens_s: float
+
+
+def make_ledger(
+    spec: ModelSpec,
+    facts: Facts,
+    settings: Settings,
+    available_bytes: int,
+    shm_bytes: int | None = None,
+    frame_bytes: Callable[..., int] | None = None,
+) -> Ledger:
+    """Shares out the memory.
+
+    ``facts``: ``Container.facts()``. ``available_bytes``, ``shm_bytes``: ``probe_memory()``. ``frame_bytes`` replaces
+    ``shared.frame.frame_bytes`` in tests. Raises CapacityError with the arithmetic when it does not fit, ConfigError for
+    settings that can't be met by this model.
+    """
+    _check_settings(spec, settings)
+    budget = settings.ram_bytes or int(available_bytes * BUDGET_SHARE)
+    if budget > available_bytes:
+        raise CapacityError(
+            f"ram = {_size(budget)} is asked for, {_size(available_bytes)} are available now. "
+            "Give less, or end other programs."
+        )
+    measure = frame_bytes or _measured_frame_bytes
+    for n_drafts in _draft_candidates(spec, settings):
+        is_last = n_drafts == _draft_candidates(spec, settings)[-1]
+        try:
+            ledger = _ledger(spec, facts, settings, available_bytes, budget, n_drafts, measure)
+        except CapacityError:
+            if is_last:
+                raise
+            continue
+        if is_last or ledger.n_slots >= ledger.n_experts:
+            break
+    if shm_bytes is not None and ledger.segment_bytes > shm_bytes:
+        raise CapacityError(
+            f"Frames and KV blocks need {_size(ledger.segment_bytes)} of shared memory, /dev/shm has {_size(shm_bytes)} free. "
+            "Enlarge it (docker run --shm-size, or remount with size=), or lower max_context or max_sequences.\n"
+            + ledger.table()
+        )
+    return ledger
+
+
+def predict_speed(spec: ModelSpec, facts: Facts, ledger: Ledger, disk_gb_s: float, memory_gb_s: float) -> Speed:
+    """Cold (every expert from disk), warm (the slots' share of uniform routing hits) and resident bounds."""
+    main = [size for size, layer in zip(facts.record_bytes, spec.moe_layers) if layer < spec.n_layers]
+    routed = spec.gate_k * sum(main)
+    resident = facts.dense_bytes - facts.embed_bytes + facts.gate_bytes + facts.shared_bytes
+    hit_rate = min(ledger.n_slots / max(len(main) * spec.n_experts, 1), 1.0)
+    memory_s = (routed + resident) / (memory_gb_s * 1e9)
+    disk_s = routed / (disk_gb_s * 1e9)
+    return Speed(
+        routed,
+        resident,
+        hit_rate,
+        1 / max(disk_s, memory_s),
+        1 / max(disk_s * (1 - hit_rate), memory_s),
+        1 / memory_s,
+    )
+
+
+# ---- the computation ----------------------------------------------------------------------------------------------
+
+
+def _check_settings(spec: ModelSpec, settings: Settings) -> None:
+    if settings.max_context > spec.max_context:
+        raise ConfigError(
+            f"max_context = {settings.max_context:,}: the model was made for at most {spec.max_context:,} tokens. Give less."
+        )
+    if 0 < settings.slots <= spec.gate_k:
+        raise ConfigError(
+            f"slots = {settings.slots}: at least {spec.gate_k + 1} are needed (the {spec.gate_k} experts of a token and one to read into)."
+        )
+    if isinstance(settings.draft, int) and settings.draft > 0 and not spec.n_mtp:
+        raise ConfigError(f"draft = {settings.draft}: this model has no MTP layer that could draft. Use draft = off.")
+
+
+def _draft_candidates(spec: ModelSpec, settings: Settings) -> tuple[int, ...]:
+    """Numbers of drafts to try. "auto" drafts where every expert stays in memory: elsewhere a wrong draft costs reads."""
+    if not spec.n_mtp or settings.draft == "off":
+        return (0,)
+    if isinstance(settings.draft, int):
+        return (settings.draft,)
+    return (DEFAULT_DRAFTS, 0)
+
+
+def _ledger(
+    spec: ModelSpec,
+    facts: Facts,
+    settings: Settings,
+    available: int,
+    budget: int,
+    n_drafts: int,
+    frame_bytes: Callable[..., int],
+) -> Ledger:
+    n_threads = settings.threads or usable_cpus()
+    n_sequences = settings.max_sequences or DEFAULT_SEQUENCES
+    layers = [layer for layer in spec.moe_layers if layer < spec.n_layers or n_drafts]
+    records = dict(zip(spec.moe_layers, facts.record_bytes))
+    slot_bytes = _slot_bytes(max(records[layer] for layer in layers))
+    n_experts = len(layers) * spec.n_experts
+    min_slots = settings.slots or min(spec.gate_k + 1, n_experts)
+
+    fixed = [
+        Line("attention", "dense part: embedding, attention, dense layers, head", facts.dense_bytes),
+        Line("router", f"gates of {len(spec.moe_layers)} layers", facts.gate_bytes),
+        Line("expert_io", f"shared experts of {len(spec.moe_layers)} layers", facts.shared_bytes),
+        Line("expert_io", "read buffers", _READ_BUFFER_BYTES),
+    ]
+    if n_drafts:
+        fixed.append(Line("drafter", "MTP layer without its experts", facts.mtp_bytes))
+    fixed += [Line(owner, "process", size) for owner, size in _PROCESS_BYTES.items()]
+    rest = budget - sum(line.bytes for line in fixed) - min_slots * slot_bytes
+
+    def kv_lines(context: int) -> list[Line]:
+        n_blocks = n_sequences * blocks_for(context)
+        what = f"KV of {n_sequences} sequences x {context:,} tokens, {settings.kv_dtype}"
+        lines = [Line("shared", what, kv_layout(spec, spec.index_kinds, settings.kv_dtype, n_blocks).total_bytes)]
+        if n_drafts:
+            kinds = (spec.mtp_index_kind,)
+            lines.append(
+                Line("shared", "KV of the MTP layer", kv_layout(spec, kinds, settings.kv_dtype, n_blocks).total_bytes)
+            )
+        return lines
+
+    def work_lines(context: int, chunk: int) -> list[Line]:
+        rows = chunk + n_sequences * (1 + n_drafts)
+        logit_rows = rows if settings.record_logits else n_sequences * (1 + n_drafts)
+        frames = N_FRAMES * frame_bytes(spec, rows, logit_rows, n_sequences, blocks_for(context))
+        attention = rows * attention_row_bytes(spec) + n_threads * 4 * context
+        expert_io = rows * (spec.gate_k + 1) * spec.hidden * 4 + rows * (spec.shared_inner * 2 + spec.hidden) * 4
+        lines = [
+            Line("shared", f"{N_FRAMES} frames of {rows} rows", frames),
+            Line("attention", f"work area of {rows} rows", attention),
+            Line("expert_io", f"results of {rows} rows x {spec.gate_k} experts", expert_io),
+        ]
+        if n_drafts:
+            lines.append(Line("drafter", f"work area of {rows} rows", attention))
+        return lines
+
+    context = settings.max_context or min(spec.max_context, DEFAULT_CONTEXT)
+    while not settings.max_context and context > _MIN_CONTEXT and _sum(kv_lines(context)) > rest * _KV_SHARE:
+        context = max(context // 2, _MIN_CONTEXT)
+    chunk = settings.prefill_chunk or min(DEFAULT_CHUNK, context)
+    while not settings.prefill_chunk and chunk > _MIN_CHUNK and _sum(work_lines(context, chunk)) > rest * _WORK_SHARE:
+        chunk = max(chunk // 2, _MIN_CHUNK)
+
+    lines = [*fixed, *kv_lines(context), *work_lines(context, chunk)]
+    left = budget - _sum(lines)
+    n_slots = settings.slots or max(min(left // slot_bytes, n_experts), 0)
+    if n_slots < min_slots or n_slots * slot_bytes > left:
+        needed = Line("expert_io", f"at least {min_slots} expert slots x {slot_bytes:,}", min_slots * slot_bytes)
+        lines.append(needed)
+        raise CapacityError(
+            f"The model does not fit: {_size(_sum(lines))} are needed, the budget is {_size(budget)}. Give more memory (ram), "
+            "lower max_context, max_sequences or prefill_chunk, or convert to a smaller precision.\n"
+            + _table(tuple(lines), budget, available)
+        )
+    lines.append(Line("expert_io", f"{n_slots:,} of {n_experts:,} expert slots x {slot_bytes:,}", n_slots * slot_bytes))
+    rows = chunk + n_sequences * (1 + n_drafts)
+    return Ledger(
+        lines=tuple(lines),
+        available_bytes=available,
+        budget_bytes=budget,
+        n_slots=n_slots,
+        slot_bytes=slot_bytes,
+        n_experts=n_experts,
+        n_threads=n_threads,
+        kv_dtype=settings.kv_dtype,
+        prefill_chunk=chunk,
+        n_drafts=n_drafts,
+        max_sequences=n_sequences,
+        max_context=context,
+        n_kv_blocks=n_sequences * blocks_for(context),
+        n_frames=N_FRAMES,
+        logit_rows=rows if settings.record_logits else n_sequences * (1 + n_drafts),
+    )
+
+
+def attention_row_bytes(spec: ModelSpec) -> int:
+    """Scratch of one row while it goes through a layer: queries plain and folded, latents, outputs, FFN, selection."""
+    values = (
+        3 * spec.hidden
+        + 2 * (spec.q_lora_rank or 0)
+        + spec.n_heads * (spec.qk_head + spec.latent + spec.kv_lora_rank + spec.v_head)
+        + spec.latent
+        + 2 * spec.dense_inner
+        + spec.index_heads * spec.index_dim
+        + spec.index_topk
+    )
+    return 4 * values
+
+
+def _slot_bytes(record: int) -> int:
+    """A record rounded up to huge pages where that wastes little, else to 4096."""
+    huge = -(-record // _HUGE_PAGE) * _HUGE_PAGE
+    return huge if huge - record < _HUGE_WASTE * huge else -(-record // 4096) * 4096
+
+
+def _measured_frame_bytes(spec: ModelSpec, rows: int, logit_rows: int, sequences: int, blocks: int) -> int:
+    from shared.frame import FrameDims, frame_bytes, stage_rows  # needs the native library
+
+    dims = FrameDims(
+        rows, logit_rows, sequences, blocks, spec.hidden, spec.gate_k, spec.vocab, stage_rows(spec.n_layers)
+    )
+    return frame_bytes(dims)
+
+
+def _sum(lines: list[Line]) -> int:
+    return sum(line.bytes for line in lines)
+
+
+def _table(lines: tuple[Line, ...], budget: int, available: int) -> str:
+    rows = [f"{line.owner:10} {line.what:58} {line.bytes:>18,}" for line in lines]
+    total = sum(line.bytes for line in lines)
+    rows.append(f"{'sum':10} {'':58} {total:>18,}")
+    rows.append(f"{'budget':10} {f'of {available:,} available':58} {budget:>18,}")
+    rows.append(f"{'left' if total <= budget else 'missing':10} {'':58} {abs(budget - total):>18,}")
+    return "\n".join(rows)
+
+
+def _size(n_bytes: int) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", MIB)):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:,.2f} {unit}"
+    return f"{n_bytes:,} bytes"
+
+
+assert KV_BLOCK == 64
+
+
+# ---- asking the machine -------------------------------------------------------------------------------------------
+
+
+def probe_memory(root: Path = Path("/")) -> MemoryProbe:
+    """Memory that can be taken now: the smallest of MemAvailable and what every control group above us leaves.
+
+    Reclaimable page cache counts as free on both levels. ``root`` is another file system root, for tests.
+    """
+    available, source = _mem_available(root), "MemAvailable"
+    for limit_file, left in _cgroup_limits(root):
+        if left < available:
+            available, source = left, str(limit_file)
+    try:
+        stat = os.statvfs(root / "dev/shm")
+        shm = stat.f_bavail * stat.f_frsize
+    except OSError:
+        shm = 0
+    return MemoryProbe(max(available, 0), source, shm)
+
+
+def _mem_available(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo has no MemAvailable line; give the memory to use with ram.")
+
+
+def _cgroup_limits(root: Path) -> list[tuple[Path, int]]:
+    """(limit file, bytes left) for every memory control group that holds this process, version 1 and 2."""
+    found = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = (
+                root / "sys/fs/cgroup/memory",
+                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+            )
+        else:
+            continue
+        group = base / path.lstrip("/")
+        # Inside a container the path may be that of the host: then only the mount's root exists.
+        for directory in [group, *group.parents] if group.exists() else [base]:
+            if base not in (directory, *directory.parents):
+                break
+            left = _cgroup_left(directory, *names)
+            if left is not None:
+                found.append((directory / names[0], left))
+    return found
+
+
+def _cgroup_left(directory: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:
+    limit, usage = _read(directory / limit_name).strip(), _read(directory / usage_name).strip()
+    if not limit.isdecimal() or not usage.isdecimal():  # "max", or no such file
+        return None
+    cache = 0
+    for line in _read(directory / "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key == cache_key:
+            cache = int(value)
+    return int(limit) - int(usage) + cache
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
