@@ -30,11 +30,20 @@ __all__ = ["AsyncBus", "Bus", "BusCounters", "ControlClient", "ControlServer", "
 DATA_HWM = 4096
 """Messages queued per peer before a send is refused: hints of a few steps, never a backlog of work."""
 LINGER_MS = 500
-RECONNECT_MS = 10  # a peer is back within a second or two; looking every 10 ms costs nothing beside the ring's wait for it
-MAX_UNSENT = 64
+RECONNECT_MS = (
+    10  # a peer is back within a second or two; looking every 10 ms costs nothing beside the ring's wait for it
+)
+MAX_UNSENT = 4096
 MAX_BATCH = 256  # data messages taken per poll, so that control is looked at again
 
-_CONTROL_TO_SERVICE = (control.HelloWanted, control.PeerChanged, control.Drain, control.Stop, control.Drained, control.Status)
+_CONTROL_TO_SERVICE = (
+    control.HelloWanted,
+    control.PeerChanged,
+    control.Drain,
+    control.Stop,
+    control.Drained,
+    control.Status,
+)
 _CONTROL_TO_ROUTER = (
     control.Hello,
     control.Ready,
@@ -158,7 +167,10 @@ class _DataSockets:
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """The one exit path: every socket of the context goes, unsent messages get ``linger_ms``."""
-        self._plain.destroy(linger=linger_ms) if self._plain is self._context else self._destroy_shadowed(linger_ms)
+        if self._plain is self._context:
+            self._context.destroy(linger=linger_ms)
+        else:
+            self._destroy_shadowed(linger_ms)
 
     def _destroy_shadowed(self, linger_ms: int) -> None:
         # A context knows only the sockets made through it, and term() would wait for the others.
@@ -281,6 +293,8 @@ class ControlClient:
         self._context: zmq.Context[Any] = zmq.Context() if context is None else context
         self.socket: Any = self._context.socket(zmq.DEALER)
         _set_options(self.socket)
+        # An empty message at each connection: a new router sees us at once and asks who we are.
+        self.socket.setsockopt(zmq.PROBE_ROUTER, 1)
         self.socket.connect(endpoints.control)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Union[_CONTROL_TO_SERVICE])  # noqa: UP007
@@ -343,7 +357,7 @@ class ControlServer:
         self.n_bad = 0
 
     def receive_all(self) -> list[tuple[bytes, Any]]:
-        """[(identity, message)] of everything that has arrived; bad frames are dropped and counted."""
+        """[(identity, message)] of everything that has arrived; None is a new connection. Bad frames are counted."""
         out: list[tuple[bytes, Any]] = []
         while True:
             try:
@@ -351,7 +365,7 @@ class ControlServer:
             except zmq.Again:
                 return out
             try:
-                out.append((frames[0], self._decoder.decode(frames[-1])))
+                out.append((frames[0], self._decoder.decode(frames[-1]) if frames[-1] else None))
             except msgspec.MsgspecError:
                 self.n_bad += 1
 

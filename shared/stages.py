@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from shared.endpoints import SERVICES
 
-from shared.endpoints import SERVICES
-
 if TYPE_CHECKING:
     import numpy as np
 
@@ -245,7 +243,9 @@ class TraceRing:
 
         written = int(self._head[0])
         first = max(count, written - self.capacity)
-        rows = self._rows[np.arange(first, written) % self.capacity].copy() if written > first else self._rows[:0].copy()
+        rows = (
+            self._rows[np.arange(first, written) % self.capacity].copy() if written > first else self._rows[:0].copy()
+        )
         overwritten = max(0, int(self._head[0]) - self.capacity - first)
         if overwritten:
             rows = rows[overwritten:]
