@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from native.memory import hash64
+
 
 def checksum(data: Any) -> str:
     """16 hex digits of XXH64, seed 0, over a contiguous buffer."""
-    return f"{_hash64(data):016x}"
-
-
-try:
-    from native.memory import hash64 as _hash64
-except ImportError:  # TEMPORARY until the native library is there
-    import xxhash
-
-    def _hash64(data: Any) -> int:
-        return xxhash.xxh64_intdigest(data)
+    return f"{hash64(data):016x}"
