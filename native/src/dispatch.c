@@ -17,17 +17,11 @@ static void fill(int isa)
     cb_linear_table_ref(&t);
     cb_vector_table_ref(&t);
     cb_attn_table_ref(&t);
-#if 0 && defined(__x86_64__)
+#if defined(__x86_64__)
     if (isa >= CB_ISA_AVX2) {
         cb_linear_table_avx2(&t);
         cb_vector_table_avx2(&t);
     }
-    if (isa >= CB_ISA_AVX512) {
-        cb_linear_table_avx512(&t);
-        cb_vector_table_avx512(&t);
-    }
-    if (isa >= CB_ISA_AVX512VNNI)
-        cb_linear_table_avx512vnni(&t);
 #endif
     cb_kernels = t;
     current = isa;

@@ -1,0 +1,296 @@
+/* linear_avx2.c: linear_ref.c with eight outputs per register; a row block of 16 outputs is two registers ("halves").
+ *
+ * int8 activations: one dword of a row's activations (4 inputs) is broadcast against 8 outputs x 4 inputs of weights.
+ *   q4: u8 nibbles times s8, summed in i16 over a group's 8 products (at most 8 * 2 * 15 * 127 = 30480), then in i32;
+ *       nibbles are q + 8, so 8 * sum(xq) goes off.
+ *   q8: |w| times x with w's sign (at most 2 * 128 * 127 = 32512 in i16), each product widened to i32.
+ * f32 activations: the weights of one input are widened to two registers; several groups (few rows) or several rows
+ * run side by side, because one chain of fused multiply-adds waits four cycles for each step. */
+#include "tiles.h"
+
+#include <immintrin.h>
+
+/* ---- int8 activations -------------------------------------------------------------------------------------- */
+
+CB_INLINE __m256i broadcast_dword(const int8_t *q)
+{
+    int32_t v;
+    __builtin_memcpy(&v, q, 4);
+    return _mm256_set1_epi32(v);
+}
+
+CB_INLINE void tile_q4_q8(const int R, const cb_matrix *m, int64_t b, const cb_tile_rows *rows, float *out)
+{
+    int64_t ng = cb_groups(m->in);
+    const uint8_t *w = (const uint8_t *)m->weight + b * ng * 512;
+    const uint16_t *s = (const uint16_t *)m->scale + b * ng * 16;
+    const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    __m256 acc[8][2];
+    for (int r = 0; r < R; r++)
+        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < ng; g++, w += 512, s += 16) {
+        if (R == 1) { /* decode: ask for the stream's lines a little before the hardware does */
+            _mm_prefetch((const char *)w + 4096, _MM_HINT_T0);
+            _mm_prefetch((const char *)w + 4096 + 64, _MM_HINT_T0);
+            _mm_prefetch((const char *)w + 4096 + 128, _MM_HINT_T0);
+            _mm_prefetch((const char *)w + 4096 + 192, _MM_HINT_T0);
+            _mm_prefetch((const char *)w + 4096 + 256, _MM_HINT_T0);
+            _mm_prefetch((const char *)w + 4096 + 320, _MM_HINT_T0);
+            _mm_prefetch((const char *)w + 4096 + 384, _MM_HINT_T0);
+            _mm_prefetch((const char *)w + 4096 + 448, _MM_HINT_T0);
+        }
+        for (int half = 0; half < 2; half++) {
+            __m256i lo[8], hi[8];
+            for (int r = 0; r < R; r++)
+                lo[r] = hi[r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+            for (int kq = 0; kq < 8; kq++) {
+                __m256i v = _mm256_loadu_si256((const __m256i *)(w + kq * 64 + half * 32));
+                __m256i v0 = _mm256_and_si256(v, nibble), v1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble);
+                for (int r = 0; r < R; r++) {
+                    const int8_t *q = rows->q[r] + g * 64 + kq * 4;
+                    lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(v0, broadcast_dword(q)));
+                    hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(v1, broadcast_dword(q + 32)));
+                }
+            }
+            __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(s + half * 8)));
+            for (int r = 0; r < R; r++) {
+                __m256i d = _mm256_add_epi32(_mm256_madd_epi16(lo[r], ones), _mm256_madd_epi16(hi[r], ones));
+                d = _mm256_sub_epi32(d, _mm256_set1_epi32(8 * rows->sum[r][g]));
+                __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(rows->scale[r][g]));
+                acc[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(d), both, acc[r][half]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        _mm256_storeu_ps(out + r * 16, acc[r][0]);
+        _mm256_storeu_ps(out + r * 16 + 8, acc[r][1]);
+    }
+}
+
+CB_INLINE void tile_q8_q8(const int R, const cb_matrix *m, int64_t b, const cb_tile_rows *rows, float *out)
+{
+    int64_t ng = cb_groups(m->in);
+    const uint8_t *w = (const uint8_t *)m->weight + b * ng * 1024;
+    const float *s = (const float *)m->scale + b * 16;
+    const __m256i sign = _mm256_set1_epi8((char)0x80), ones = _mm256_set1_epi16(1);
+    __m256 acc[8][2];
+    for (int r = 0; r < R; r++)
+        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < ng; g++, w += 1024) {
+        for (int half = 0; half < 2; half++) {
+            __m256i d[8];
+            for (int r = 0; r < R; r++)
+                d[r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+            for (int kq = 0; kq < 16; kq++) {
+                __m256i v = _mm256_loadu_si256((const __m256i *)(w + kq * 64 + half * 32));
+                v = _mm256_xor_si256(v, sign);
+                __m256i magnitude = _mm256_abs_epi8(v);
+                for (int r = 0; r < R; r++) {
+                    __m256i q = _mm256_sign_epi8(broadcast_dword(rows->q[r] + g * 64 + kq * 4), v);
+                    d[r] = _mm256_add_epi32(d[r], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, q), ones));
+                }
+            }
+            for (int r = 0; r < R; r++)
+                acc[r][half] =
+                    _mm256_fmadd_ps(_mm256_cvtepi32_ps(d[r]), _mm256_set1_ps(rows->scale[r][g]), acc[r][half]);
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        _mm256_storeu_ps(out + r * 16, _mm256_mul_ps(acc[r][0], _mm256_loadu_ps(s)));
+        _mm256_storeu_ps(out + r * 16 + 8, _mm256_mul_ps(acc[r][1], _mm256_loadu_ps(s + 8)));
+    }
+}
+
+/* ---- f32 activations --------------------------------------------------------------------------------------- */
+
+/* The 8 weights (half) of input k of a group that starts at w. */
+CB_INLINE __m256 widen(const int FORMAT, const uint8_t *w, int k, int half)
+{
+    if (FORMAT == CB_F32)
+        return _mm256_loadu_ps((const float *)w + k * 16 + half * 8);
+    if (FORMAT == CB_BF16) {
+        __m128i h = _mm_loadu_si128((const __m128i *)((const uint16_t *)w + k * 16 + half * 8));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+    }
+    int i = FORMAT == CB_Q4 ? k % 32 : k, j = i % 4;
+    __m256i v = _mm256_loadu_si256((const __m256i *)(w + i / 4 * 64 + half * 32));
+    if (FORMAT == CB_Q8) { /* byte j to the top as two's complement, then down with its sign */
+        v = _mm256_xor_si256(v, _mm256_set1_epi8((char)0x80));
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * j), 24));
+    }
+    v = _mm256_xor_si256(v, _mm256_set1_epi8((char)0x88));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, (k < 32 ? 28 : 24) - 8 * j), 28));
+}
+
+CB_INLINE int64_t group_bytes(const int FORMAT)
+{
+    return FORMAT == CB_F32 ? 64 * 64 : FORMAT == CB_BF16 ? 64 * 32 : FORMAT == CB_Q8 ? 1024 : 512;
+}
+
+/* p[g][r][half] += chains over inputs begin .. end-1 (relative to each group) of G neighbouring groups. */
+CB_INLINE void chains(const int FORMAT, const int G, const int R, const uint8_t *w, const cb_tile_rows *rows, int64_t x0,
+                      int begin, int end, __m256 p[4][4][2])
+{
+    for (int k4 = begin; k4 < end; k4 += 4) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            if (k4 + j >= end)
+                break;
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) {
+                /* k is spelled so that j alone decides the shift */
+                int k = FORMAT == CB_Q4 && begin >= 32 ? k4 - 32 + j : k4 + j;
+                const uint8_t *from = w + g * group_bytes(FORMAT);
+                __m256 w0, w1;
+                if (FORMAT == CB_Q8 || FORMAT == CB_Q4) {
+                    from += (k4 - (FORMAT == CB_Q4 && begin >= 32 ? 32 : 0)) * 16;
+                    int at = FORMAT == CB_Q4 && begin >= 32 ? 32 + j : j;
+                    w0 = widen(FORMAT, from, at, 0);
+                    w1 = widen(FORMAT, from, at, 1);
+                } else {
+                    w0 = widen(FORMAT, from, k, 0);
+                    w1 = widen(FORMAT, from, k, 1);
+                }
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) {
+                    __m256 x = _mm256_broadcast_ss(rows->x[r] + x0 + g * 64 + k4 + j);
+                    p[g][r][0] = _mm256_fmadd_ps(w0, x, p[g][r][0]);
+                    p[g][r][1] = _mm256_fmadd_ps(w1, x, p[g][r][1]);
+                }
+            }
+        }
+    }
+}
+
+CB_INLINE void groups_f32(const int FORMAT, const int G, const int R, const uint8_t *w, const uint16_t *s,
+                          const cb_tile_rows *rows, int64_t x0, int n, __m256 acc[4][2])
+{
+    __m256 p[4][4][2];
+    for (int g = 0; g < G; g++)
+        for (int r = 0; r < R; r++)
+            p[g][r][0] = p[g][r][1] = _mm256_setzero_ps();
+    if (FORMAT == CB_Q4) { /* low nibbles hold the first 32 inputs, high nibbles the rest */
+        chains(FORMAT, G, R, w, rows, x0, 0, CB_MIN(n, 32), p);
+        chains(FORMAT, G, R, w, rows, x0, 32, n, p);
+    } else {
+        chains(FORMAT, G, R, w, rows, x0, 0, n, p);
+    }
+    for (int g = 0; g < G; g++) {
+        for (int half = 0; half < 2; half++) {
+            __m256 scale = _mm256_setzero_ps();
+            if (FORMAT == CB_Q4)
+                scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(s + g * 16 + half * 8)));
+            for (int r = 0; r < R; r++)
+                acc[r][half] = FORMAT == CB_Q4 ? _mm256_fmadd_ps(p[g][r][half], scale, acc[r][half])
+                                               : _mm256_add_ps(acc[r][half], p[g][r][half]);
+        }
+    }
+}
+
+CB_INLINE void tile_f32(const int FORMAT, const int R, const cb_matrix *m, int64_t b, const cb_tile_rows *rows,
+                        float *out)
+{
+    const int G = R == 1 ? 4 : R == 2 ? 2 : 1;
+    const int64_t stride = group_bytes(FORMAT), ng = cb_groups(m->in);
+    const bool packed = FORMAT == CB_Q8 || FORMAT == CB_Q4;
+    const uint8_t *w = (const uint8_t *)m->weight + (packed ? b * ng * stride : b * m->in * (stride / 64));
+    const uint16_t *s = FORMAT == CB_Q4 ? (const uint16_t *)m->scale + b * ng * 16 : NULL;
+    __m256 acc[4][2];
+    for (int r = 0; r < R; r++)
+        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+    int64_t k = 0;
+    for (; k + 64 * G <= m->in; k += 64 * G, w += stride * G, s += FORMAT == CB_Q4 ? 16 * G : 0)
+        groups_f32(FORMAT, G, R, w, s, rows, k, 64, acc);
+    for (; k < m->in; k += 64, w += stride, s += FORMAT == CB_Q4 ? 16 : 0)
+        groups_f32(FORMAT, 1, R, w, s, rows, k, (int)CB_MIN(64, m->in - k), acc);
+    for (int r = 0; r < R; r++) {
+        for (int half = 0; half < 2; half++) {
+            __m256 y = acc[r][half];
+            if (FORMAT == CB_Q8)
+                y = _mm256_mul_ps(y, _mm256_loadu_ps((const float *)m->scale + b * 16 + half * 8));
+            _mm256_storeu_ps(out + r * 16 + half * 8, y);
+        }
+    }
+}
+
+#define F32_TILE(name, format)                                                                                         \
+    CB_INLINE void name(const int R, const cb_matrix *m, int64_t b, const cb_tile_rows *rows, float *out)               \
+    {                                                                                                                  \
+        tile_f32(format, R, m, b, rows, out);                                                                          \
+    }
+F32_TILE(tile_f32_f32, CB_F32)
+F32_TILE(tile_bf16_f32, CB_BF16)
+F32_TILE(tile_q8_f32, CB_Q8)
+F32_TILE(tile_q4_f32, CB_Q4)
+
+CB_TILE_KERNEL(cb_linear_f32_f32_avx2, 4, tile_f32_f32)
+CB_TILE_KERNEL(cb_linear_bf16_f32_avx2, 4, tile_bf16_f32)
+CB_TILE_KERNEL(cb_linear_q8_f32_avx2, 4, tile_q8_f32)
+CB_TILE_KERNEL(cb_linear_q4_f32_avx2, 4, tile_q4_f32)
+CB_TILE_KERNEL(cb_linear_q8_q8_avx2, 4, tile_q8_q8)
+CB_TILE_KERNEL(cb_linear_q4_q8_avx2, 4, tile_q4_q8)
+
+/* ---- activations ------------------------------------------------------------------------------------------- */
+
+static void quantise_group(const float *x, int8_t *q, float *scale, int32_t *sum)
+{
+    __m256i magnitude = _mm256_set1_epi32(0x7fffffff), m = _mm256_setzero_si256();
+    for (int i = 0; i < 64; i += 8)
+        m = _mm256_max_epi32(m, _mm256_and_si256(_mm256_castps_si256(_mm256_loadu_ps(x + i)), magnitude));
+    __m128i m4 = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+    m4 = _mm_max_epi32(m4, _mm_shuffle_epi32(m4, 0x4e));
+    m4 = _mm_max_epi32(m4, _mm_shuffle_epi32(m4, 0xb1));
+    int32_t bits = _mm_cvtsi128_si32(m4);
+    float largest = _mm_cvtss_f32(_mm_castsi128_ps(m4)), inverse = bits ? 127.0f / largest : 0.0f;
+    bool finite = bits < 0x7f800000, usable = finite && inverse <= 0x1.fffffep127f;
+    *scale = usable ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
+    __m256 v_inverse = _mm256_set1_ps(usable ? inverse : 0.0f), top = _mm256_set1_ps(127.0f);
+    __m256 bottom = _mm256_set1_ps(-127.0f);
+    __m256i total = _mm256_setzero_si256();
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    for (int i = 0; i < 64; i += 32) {
+        __m256i v[4];
+        for (int j = 0; j < 4; j++) {
+            __m256 y = _mm256_mul_ps(_mm256_loadu_ps(x + i + j * 8), v_inverse);
+            v[j] = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(y, bottom), top));
+            if (!usable)
+                v[j] = _mm256_setzero_si256();
+            total = _mm256_add_epi32(total, v[j]);
+        }
+        __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+        _mm256_storeu_si256((__m256i *)(q + i), _mm256_permutevar8x32_epi32(bytes, order));
+    }
+    __m128i t = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
+    t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0x4e));
+    t = _mm_add_epi32(t, _mm_shuffle_epi32(t, 0xb1));
+    *sum = _mm_cvtsi128_si32(t);
+}
+
+static void cb_quantise_avx2(const float *x, int64_t n, int8_t *q, float *scale, int32_t *sum)
+{
+    int64_t g = 0;
+    for (; g * 64 + 64 <= n; g++)
+        quantise_group(x + g * 64, q + g * 64, scale + g, sum + g);
+    if (g * 64 == n)
+        return;
+    float padded[64] = {0};
+    __builtin_memcpy(padded, x + g * 64, (size_t)(n - g * 64) * sizeof *x);
+    quantise_group(padded, q + g * 64, scale + g, sum + g);
+}
+
+void cb_linear_table_avx2(cb_table *t)
+{
+    t->linear[CB_F32][CB_ACT_F32] = cb_linear_f32_f32_avx2;
+    t->linear[CB_BF16][CB_ACT_F32] = cb_linear_bf16_f32_avx2;
+    t->linear[CB_Q8][CB_ACT_F32] = cb_linear_q8_f32_avx2;
+    t->linear[CB_Q4][CB_ACT_F32] = cb_linear_q4_f32_avx2;
+    t->linear[CB_Q8][CB_ACT_Q8] = cb_linear_q8_q8_avx2;
+    t->linear[CB_Q4][CB_ACT_Q8] = cb_linear_q4_q8_avx2;
+    for (int format = CB_F32; format <= CB_Q4; format++)
+        for (int act = CB_ACT_F32; act <= CB_ACT_Q8; act++)
+            if (t->linear[format][act])
+                t->linear_isa[format][act] = cb_isa_names[CB_ISA_AVX2];
+    t->quantise = cb_quantise_avx2;
+}
