@@ -1,23 +1,50 @@
-"""How a layer's stored tensors become the kernels' structs. Used by every service that runs a part of a layer.
+"""A service's share of the dense part in memory, and how its tensors become the kernels' structs.
 
-Names are the container's (docs/container.md). The tensors must outlive the structs: a struct holds addresses only.
+Names are the container's (docs/container.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from native.attention import INDEX_KINDS, AttnLayer
-from native.kernels import Ffn
-from native.matrix import ACT_F32, Matrix, absent_matrix, matrix
+from native.attention import AttnLayer, attn_layer
+from native.kernels import Ffn, ffn
+from native.matrix import ACT_F32, Matrix, matrix
+from native.memory import HugeBuffer
 
 if TYPE_CHECKING:
-    from shared.container.reader import Tensor
+    from shared.container.reader import Container, DenseEntry, Tensor
     from shared.model_spec import ModelSpec
+
+
+class DensePart:
+    """The dense tensors that one service holds, in private huge pages (only this process reads them).
+
+    ``wanted`` chooses entries of the container. Raises what ``Container.read_dense`` raises, NativeError without memory.
+    """
+
+    def __init__(self, container: Container, wanted: Callable[[DenseEntry], bool]) -> None:
+        self._buffer: HugeBuffer | None = None
+        self.tensors: dict[str, Tensor] = container.read_dense(wanted, self._allocate)
+
+    def _allocate(self, n_bytes: int) -> NDArray[np.uint8]:
+        self._buffer = HugeBuffer(n_bytes)
+        return self._buffer.array
+
+    @property
+    def n_bytes(self) -> int:
+        return self._buffer.n_bytes if self._buffer else 0
+
+    def close(self) -> None:
+        """Gives the memory back; tensors and structs over it must not be used again."""
+        self.tensors = {}
+        if self._buffer:
+            self._buffer.close()
+
 
 # Hard-coded in every implementation of the indexer (specs of the checkpoints, LayerNorm of its keys).
 INDEX_NORM_EPS = 1e-6
@@ -31,15 +58,10 @@ def matrix_of(tensor: Tensor, act: int | None = None) -> Matrix:
 
 def ffn_of(tensors: Mapping[str, Tensor], prefix: str) -> Ffn:
     """gate, up and down projection below ``prefix`` (a dense layer's ``mlp.`` or ``mlp.shared_experts.``)."""
-    return Ffn(*(matrix_of(tensors[f"{prefix}{part}_proj.weight"]) for part in ("gate", "up", "down")))
+    return ffn(*(matrix_of(tensors[f"{prefix}{part}_proj.weight"]) for part in ("gate", "up", "down")))
 
 
-def inv_freq_of(spec: ModelSpec) -> NDArray[np.float32]:
-    """f32[rope/2]; keep it alive beside the layers that point to it."""
-    return np.ascontiguousarray(spec.inv_freq(), dtype=np.float32)
-
-
-def attn_layer_of(spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], inv_freq: NDArray[np.float32]) -> AttnLayer:
+def attn_layer_of(spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor]) -> AttnLayer:
     """The attention half of layer ``layer`` (the MTP layer included): norms, MLA, indexer."""
     prefix = f"model.layers.{layer}."
     attn = prefix + "self_attn."
@@ -53,7 +75,7 @@ def attn_layer_of(spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], in
     has_lora = spec.q_lora_rank is not None
     kind = spec.index_kind(layer)
     owns_indexer = kind == "full"
-    return AttnLayer(
+    return attn_layer(
         hidden=spec.hidden,
         n_heads=spec.n_heads,
         q_rank=spec.q_lora_rank or 0,
@@ -61,31 +83,31 @@ def attn_layer_of(spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor], in
         nope=spec.qk_nope,
         rope=spec.qk_rope,
         v_dim=spec.v_head,
-        rope_interleave=int(spec.rope_interleave),
+        rope_interleave=spec.rope_interleave,
         rms_eps=spec.rms_eps,
         latent_eps=spec.latent_eps,
         softmax_scale=spec.softmax_scale,
-        index_kind=INDEX_KINDS[kind],
+        index_kind=kind,
         index_heads=spec.index_heads,
         index_dim=spec.index_dim,
         index_topk=spec.index_topk,
-        index_rope_interleave=int(spec.index_rope_interleave),
-        inv_freq=inv_freq,
+        index_rope_interleave=spec.index_rope_interleave,
+        inv_freq=spec.inv_freq(),
         rope_amplitude=spec.rope_amplitude,
         index_norm_eps=INDEX_NORM_EPS,
         input_norm=vector(prefix + "input_layernorm.weight"),
         q_a_norm=vector(attn + "q_a_layernorm.weight") if has_lora else None,
         kv_a_norm=vector(attn + "kv_a_layernorm.weight"),
         post_norm=vector(prefix + "post_attention_layernorm.weight"),
-        q_a=weight("q_a_proj") if has_lora else absent_matrix(),
+        q_a=weight("q_a_proj") if has_lora else None,
         q_b=weight("q_b_proj" if has_lora else "q_proj"),
         kv_a=weight("kv_a_proj_with_mqa"),
         k_b=weight("k_b"),
         v_b=weight("v_b"),
         o=weight("o_proj"),
-        index_wq_b=weight("indexer.wq_b") if owns_indexer else absent_matrix(),
-        index_wk=weight("indexer.wk") if owns_indexer else absent_matrix(),
-        index_weights=weight("indexer.weights_proj", ACT_F32) if owns_indexer else absent_matrix(),
+        index_wq_b=weight("indexer.wq_b") if owns_indexer else None,
+        index_wk=weight("indexer.wk") if owns_indexer else None,
+        index_weights=weight("indexer.weights_proj", ACT_F32) if owns_indexer else None,
         index_k_norm_w=vector(attn + "indexer.k_norm.weight") if owns_indexer else None,
         index_k_norm_b=vector(attn + "indexer.k_norm.bias") if owns_indexer else None,
     )

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from native.attention import AttnStep, attn_forward, embed
+from native.attention import AttnStep, attn_forward, attn_step, embed
 from native.kernels import ffn_forward, linear, rmsnorm
-from native.library import NativeError, Pool, dispatch_text
+from native.library import NativeError, Pool, address, dispatch_text
 from services.attention.weights import DenseWeights
 from shared.counters import Counters
 from shared.frame import Frame, FrameSet, frame_dims
@@ -33,6 +33,7 @@ class StepRun:
     """The step in flight: all layers below ``layer`` are done; at a MoE layer the experts' answer is awaited."""
 
     plan: StepPlan
+    rows: AttnStep
     layer: int = 0
     is_waiting: bool = False
 
@@ -63,18 +64,9 @@ class AttentionService(Service):
         self._selected = np.empty((n_rows, max(1, spec.index_topk)), np.int32)
         self._n_selected = np.full(n_rows, -1, np.int32)
         layout = kv_layout(spec, spec.index_kinds, config.kv_dtype, config.n_kv_blocks)
-        kv = np.frombuffer(self._kv_segment.buf, np.uint8)
-        self._steps = [
-            AttnStep(
-                kv=kv[at.latent_offset :],
-                index_k=None if at.index_offset is None else kv[at.index_offset :],
-                kv_format=config.kv_dtype,
-                n_blocks=config.n_kv_blocks,
-                selected=self._selected,
-                n_selected=self._n_selected,
-                x=self._x,
-            )
-            for at in layout.layers
+        kv = address(np.frombuffer(self._kv_segment.buf, np.uint8))
+        self._caches = [
+            (kv + at.latent_offset, None if at.index_offset is None else kv + at.index_offset) for at in layout.layers
         ]
         self._run: StepRun | None = None
         return {"kernels": dispatch_text(), "dense_bytes": str(weights.n_bytes)}
@@ -97,14 +89,14 @@ class AttentionService(Service):
             self._on_plan(msg)
         elif isinstance(msg, EmbedWanted):
             frame = self._frames.frame(msg.frame)
-            self._timer.begin_step(frame, msg.step)
+            self._timer.continue_step(frame, msg.step)
             with self._timer.stage(Stage.EMBED, self._spec.mtp_layer):
                 self._embed(frame, msg.n_rows, frame.embed)
             self._counters.add("embeds", msg.n_rows)
             self._bus.post("drafter", EmbedReady(msg.step))
         elif isinstance(msg, HeadWanted):
             frame = self._frames.frame(msg.frame)
-            self._timer.begin_step(frame, msg.step)
+            self._timer.continue_step(frame, msg.step)
             with self._timer.stage(Stage.HEAD, self._spec.mtp_layer):
                 self._head(frame, frame.final, msg.n_logits)
             self._bus.post("drafter", HeadReady(msg.step))
@@ -116,9 +108,15 @@ class AttentionService(Service):
             return
         frame = self._frames.frame(plan.frame)
         self._timer.begin_step(frame, plan.step)
-        self._run = StepRun(plan)
+        n = plan.n_rows
         self._counters.add("steps", 1)
-        self._counters.add("rows", plan.n_rows)
+        self._counters.add("rows", n)
+        rows = attn_step(
+            position=frame.position[:n], seq=frame.seq[:n], block_table=frame.block_table[: plan.n_sequences],
+            n_blocks=self._ctx.config.n_kv_blocks, kv=0, kv_format=self._ctx.config.kv_dtype, x=self._x[:n],
+            hidden=frame.hidden[:n], selected=self._selected[:n], n_selected=self._n_selected[:n],
+        )  # fmt: skip
+        self._run = StepRun(plan, rows)
         try:
             with self._timer.stage(Stage.EMBED):
                 self._embed(frame, plan.n_rows, self._x)
@@ -153,12 +151,9 @@ class AttentionService(Service):
         n, spec = run.plan.n_rows, self._spec
         while run.layer < spec.n_layers:
             layer = run.layer
-            step = self._steps[layer]
             with self._timer.stage(Stage.ATTENTION, layer):
-                step.set_rows(
-                    n, frame.position, frame.seq, frame.block_table[: run.plan.n_sequences], frame.hidden
-                )
-                attn_forward(self._pool, self._weights.layers[layer], step)
+                run.rows.kv, run.rows.index_k = self._caches[layer]
+                attn_forward(self._pool, self._weights.layers[layer], run.rows)
             ffn = self._weights.dense_ffn.get(layer)
             if ffn is None:
                 run.is_waiting = True

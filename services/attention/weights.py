@@ -1,27 +1,14 @@
-"""The dense part: everything of the main layers that is neither a gate nor an expert, in private huge pages."""
+"""The dense part: everything of the main layers that is neither a gate nor an expert."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-
-import numpy as np
 
 from native.kernels import Ffn
 from native.matrix import ACT_F32
-from native.memory import HugeBuffer
-from shared.container.reader import Container, Tensor
-from shared.layer_weights import attn_layer_of, ffn_of, inv_freq_of, matrix_of
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
-
-
-def is_attentions(name: str, n_layers: int) -> bool:
-    """Whether attention holds this tensor: other services hold gates, shared experts and the MTP layer."""
-    match = _LAYER.fullmatch(name)
-    if match is None:
-        return True
-    return int(match[1]) < n_layers and not match[2].startswith(("mlp.gate.", "mlp.shared_experts."))
+from shared.container.format import owner_of
+from shared.container.reader import Container
+from shared.layer_weights import DensePart, attn_layer_of, ffn_of, matrix_of
 
 
 class DenseWeights:
@@ -30,13 +17,9 @@ class DenseWeights:
     def __init__(self, model_dir: Path) -> None:
         container = Container.open(model_dir)
         self.spec = spec = container.spec
-        self._buffers: list[HugeBuffer] = []
-        self._tensors: dict[str, Tensor] = container.read_dense(
-            lambda name: is_attentions(name, spec.n_layers), allocate=self._allocate
-        )
-        self._inv_freq = inv_freq_of(spec)
-        tensors = self._tensors
-        self.layers = [attn_layer_of(spec, i, tensors, self._inv_freq) for i in range(spec.n_layers)]
+        self._part = DensePart(container, lambda entry: owner_of(entry.name, spec) == "dense")
+        tensors = self._part.tensors
+        self.layers = [attn_layer_of(spec, i, tensors) for i in range(spec.n_layers)]
         self.dense_ffn: dict[int, Ffn] = {
             i: ffn_of(tensors, f"model.layers.{i}.mlp.") for i in range(spec.n_layers) if spec.layer_kind(i) == "dense"
         }
@@ -46,13 +29,8 @@ class DenseWeights:
 
     @property
     def n_bytes(self) -> int:
-        return sum(buffer.array.nbytes for buffer in self._buffers)
-
-    def _allocate(self, n_bytes: int) -> np.ndarray:
-        buffer = HugeBuffer(n_bytes)
-        self._buffers.append(buffer)
-        return buffer.array
+        return self._part.n_bytes
 
     def close(self) -> None:
-        """Forgets the memory; structs are invalid from here on."""
-        self._buffers.clear()
+        """Gives the memory back; the structs are invalid from here on."""
+        self._part.close()

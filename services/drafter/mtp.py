@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from native.attention import AttnStep, attn_forward
+from native.attention import attn_forward, attn_step
 from native.kernels import linear, rmsnorm
-from native.library import Pool
-from native.memory import HugeBuffer
+from native.library import Pool, address
+from shared.container.format import owner_of
 from shared.container.reader import Container
 from shared.kv_layout import kv_layout
-from shared.layer_weights import attn_layer_of, inv_freq_of, matrix_of
+from shared.layer_weights import DensePart, attn_layer_of, matrix_of
 
 F32 = NDArray[np.float32]
 
@@ -27,13 +27,10 @@ class MtpLayer:
         self.spec = spec = container.spec
         self._pool = pool
         prefix = f"model.layers.{spec.mtp_layer}."
-        self._buffers: list[HugeBuffer] = []
-        self._tensors = container.read_dense(
-            lambda name: name.startswith(prefix) and not name.startswith((prefix + "mlp.")), allocate=self._allocate
-        )
-        tensors = self._tensors
-        self._inv_freq = inv_freq_of(spec)
-        self._layer = attn_layer_of(spec, spec.mtp_layer, tensors, self._inv_freq)
+        # Its gate is the router's and its shared expert is expert_io's, as with every other layer.
+        self._part = DensePart(container, lambda entry: owner_of(entry.name, spec) == "mtp")
+        tensors = self._part.tensors
+        self._layer = attn_layer_of(spec, spec.mtp_layer, tensors)
         self._eh_proj = matrix_of(tensors[prefix + "eh_proj.weight"])
         self._enorm, self._hnorm, self._out_norm = (
             tensors[f"{prefix}{name}.weight"].weight for name in ("enorm", "hnorm", "shared_head.norm")
@@ -41,35 +38,37 @@ class MtpLayer:
         self.x = np.empty((max_rows, spec.hidden), np.float32)
         self.hidden = np.empty((max_rows, spec.hidden), np.float32)
         self._pair = np.empty((max_rows, 2 * spec.hidden), np.float32)
+        self._half = np.empty((max_rows, spec.hidden), np.float32)
+        self._selected = np.empty((max_rows, max(1, spec.index_topk)), np.int32)
+        self._n_selected = np.full(max_rows, -1, np.int32)
         at = kv_layout(spec, (spec.mtp_index_kind,), kv_dtype, n_blocks).layers[0]
-        kv = np.frombuffer(kv_buf, np.uint8)  # type: ignore[call-overload]
-        self._step = AttnStep(
-            kv=kv[at.latent_offset :],
-            index_k=None if at.index_offset is None else kv[at.index_offset :],
-            kv_format=kv_dtype,
-            n_blocks=n_blocks,
-            selected=np.empty((max_rows, max(1, spec.index_topk)), np.int32),
-            n_selected=np.full(max_rows, -1, np.int32),
-            x=self.x,
-        )
-
-    def _allocate(self, n_bytes: int) -> np.ndarray:
-        buffer = HugeBuffer(n_bytes)
-        self._buffers.append(buffer)
-        return buffer.array
+        kv = address(np.frombuffer(kv_buf, np.uint8))  # type: ignore[call-overload]
+        self._kv = kv + at.latent_offset
+        self._index_k = None if at.index_offset is None else kv + at.index_offset
+        self._kv_dtype = kv_dtype
+        self._n_blocks = n_blocks
 
     def attend(self, embedded: F32, final: F32, position: NDArray[np.int32], seq: NDArray[np.int32],
                block_table: NDArray[np.int32]) -> None:  # fmt: skip
         """embedded f32[T, D] of the next tokens, final f32[T, D] of the main model -> ``x`` and ``hidden``; writes the KV."""
         n, d, eps = len(embedded), self.spec.hidden, self.spec.rms_eps
-        pair = self._pair[:n]
-        rmsnorm(self._pool, embedded, self._enorm, eps, pair[:, :d])
-        rmsnorm(self._pool, final, self._hnorm, eps, pair[:, d:])
+        pair, half = self._pair[:n], self._half[:n]
+        rmsnorm(self._pool, embedded, self._enorm, eps, half)
+        pair[:, :d] = half
+        rmsnorm(self._pool, final, self._hnorm, eps, half)
+        pair[:, d:] = half
         linear(self._pool, self._eh_proj, pair, self.x[:n])
-        self._step.set_rows(n, position, seq, block_table, self.hidden)
-        attn_forward(self._pool, self._layer, self._step)
+        step = attn_step(
+            position=position, seq=seq, block_table=block_table, n_blocks=self._n_blocks, kv=self._kv,
+            index_k=self._index_k, kv_format=self._kv_dtype, x=self.x[:n], hidden=self.hidden[:n],
+            selected=self._selected[:n], n_selected=self._n_selected[:n],
+        )  # fmt: skip
+        attn_forward(self._pool, self._layer, step)
 
     def finish(self, rows: NDArray[np.int32], mixed: F32, out: F32) -> None:
         """x of ``rows`` plus mixed f32[n, D], normed into out f32[n, D]: what the head reads and the next draft is fed."""
         y = np.ascontiguousarray(self.x[rows]) + mixed
         rmsnorm(self._pool, y, self._out_norm, self.spec.rms_eps, out)
+
+    def close(self) -> None:
+        self._part.close()

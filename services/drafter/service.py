@@ -89,6 +89,8 @@ class DrafterService(Service):
 
     def close(self) -> None:
         self._pool.close()
+        if self._mtp:
+            self._mtp.close()
         for segment in self._segments:
             segment.close()
 

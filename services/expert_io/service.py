@@ -19,10 +19,11 @@ from native.library import Pool, dispatch_text
 from services.expert_io.layer_run import LayerRun, ReadOrder
 from services.expert_io.slots import Slot, SlotState, SlotTable
 from services.expert_io.store import ExpertStore, ReadFault
-from shared.container.reader import Container, Tensor
+from shared.container.format import owner_of
+from shared.container.reader import Container
 from shared.counters import Counters
 from shared.frame import Frame, FrameSet, frame_dims
-from shared.layer_weights import ffn_of
+from shared.layer_weights import DensePart, ffn_of
 from shared.lifecycle import Service, ServiceContext
 from shared.messages.attention import StepAbandoned
 from shared.messages.expert_io import ExpertsWanted, PilotHint
@@ -67,12 +68,14 @@ class ExpertIoService(Service):
         self._pool = Pool(config.n_threads)
         self._layers = tuple(layer for layer in spec.moe_layers if layer < spec.n_layers or config.n_drafts)
         ctx.set_stage("load shared experts")
-        prefixes = {layer: f"model.layers.{layer}.mlp.shared_experts." for layer in self._layers}
-        starts = tuple(prefixes.values())
-        self._tensors: dict[str, Tensor] = container.read_dense(lambda name: name.startswith(starts))
+        self._part = DensePart(
+            container, lambda e: owner_of(e.name, spec) == "shared" and int(e.name.split(".")[2]) in self._layers
+        )
         self._shared: dict[int, Ffn] = {}
         if spec.n_shared:
-            self._shared = {layer: ffn_of(self._tensors, prefix) for layer, prefix in prefixes.items()}
+            self._shared = {
+                layer: ffn_of(self._part.tensors, f"model.layers.{layer}.mlp.shared_experts.") for layer in self._layers
+            }
         ctx.set_stage("allocate slots")
         self._table = SlotTable(config.n_slots, half_life=64 * max(1, len(self._layers)))
         self._store = ExpertStore(container, self._layers, config.n_slots, config.slot_bytes, config.direct_io)
@@ -99,6 +102,7 @@ class ExpertIoService(Service):
     def close(self) -> None:
         self._store.close()
         self._pool.close()
+        self._part.close()
         self._frames_segment.close()
         self._counters_segment.close()
 
@@ -120,7 +124,9 @@ class ExpertIoService(Service):
                 return
             self._abandon()
         self._visit = Visit(msg.step, msg.layer, msg.frame, msg.n_rows, sender)
-        self._timer.begin_step(self._frame(self._visit), msg.step)
+        # Chained drafts share a frame and must not overwrite each other's rows.
+        begin = self._timer.begin_step if msg.layer < self._spec.n_layers else self._timer.continue_step
+        begin(self._frame(self._visit), msg.step)
         early, self._early = self._early, None
         if early and (early.step, early.layer) == (msg.step, msg.layer):
             self._on_wanted(early)

@@ -160,10 +160,8 @@ class ExpertStore:
 
 def expert_ffn(address: int, layout: ExpertLayout, fmt: str, hidden: int, inner: int) -> Ffn:
     """gate [F, D], up [F, D], down [D, F] of a record that lies at ``address``."""
-    has_scale = fmt in ("q8", "q4")
-
-    def part(weight: int, scale: int, out: int, in_: int) -> Matrix:
-        return matrix(address + weight, address + scale if has_scale else None, fmt, out, in_)
+    def part(weight: int, scale: int | None, out: int, in_: int) -> Matrix:
+        return matrix(address + weight, None if scale is None else address + scale, fmt, out, in_)
 
     return Ffn(
         part(layout.gate_w, layout.gate_s, inner, hidden),

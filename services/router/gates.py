@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from native.kernels import Gate
 from native.library import Pool
-from native.matrix import ACT_F32, matrix
-from shared.container.reader import Container, Tensor
+from native.matrix import ACT_F32
+from shared.container.reader import Container
+from shared.layer_weights import DensePart, matrix_of
 from shared.model_spec import ModelSpec
 
 # Beyond a few rows the union is so wide that guesses only add noise to a queue that is already full.
@@ -36,7 +37,8 @@ class GateSet:
     def __init__(self, container: Container, pool: Pool, pilot: str) -> None:
         spec = container.spec
         wanted = set(gate_names(spec))
-        self._tensors: dict[str, Tensor] = container.read_dense(lambda name: name in wanted)
+        self._part = DensePart(container, lambda entry: entry.name in wanted)
+        self._tensors = self._part.tensors
         self._spec = spec
         self._pool = pool
         self._pilot = pilot
@@ -52,7 +54,7 @@ class GateSet:
         weight = self._tensors[prefix + "weight"]
         bias = self._tensors[prefix + "e_score_correction_bias"].weight
         return Gate(
-            matrix(weight.weight, weight.scale, weight.format, spec.n_experts, spec.hidden, ACT_F32),
+            matrix_of(weight, ACT_F32),
             bias, spec.gate_k, spec.n_group, spec.topk_group, spec.norm_topk, spec.routed_scaling,
         )  # fmt: skip
 

@@ -1,0 +1,150 @@
+"""The gateway process: one event loop with the HTTP server on one side and the bus on the other.
+
+Owns the listening socket and the life of the server; what requests are and become is decided in ``requests``, carried out
+in ``engine``. The port is bound first of all, so that a busy port shows at once and clients get an honest 503 while the
+model loads. Holds nothing of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import uvicorn
+
+from services.gateway.app import make_app
+from services.gateway.engine import GatewayEngine
+from services.gateway.requests import Limits
+from shared.endpoints import GATEWAY, ROUTER
+from shared.errors import ConfigError
+from shared.lifecycle import AsyncService, ServiceContext
+from shared.messages.base import Msg
+from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
+
+KEEP_ALIVE_IDLE_S = 75
+"""How long an idle HTTP connection is kept open for the next request."""
+CLOSE_S = 1.0
+"""How long last events of cut streams get to reach their clients."""
+
+
+class GatewayService(AsyncService):
+    name: ClassVar[str] = GATEWAY
+    receives: ClassVar[tuple[type[Msg], ...]] = (RequestAccepted, TokenOut, RequestDone, RequestRefused, GroupState)
+
+    def __init__(self) -> None:
+        self._engine: GatewayEngine | None = None
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def load(self, ctx: ServiceContext) -> dict[str, str]:
+        """Binds the port and serves; answers 503 until the router reports the group ready. Raises ConfigError."""
+        listener = bind(ctx.config.host, ctx.config.port)
+        host, port = listener.getsockname()[:2]
+        engine = self._engine = GatewayEngine(
+            lambda msg: bool(ctx.bus.send(ROUTER, msg)), Limits(silent_s=max(5.0, 5 * ctx.config.heartbeat_s))
+        )
+        self._server = _Server(
+            uvicorn.Config(
+                make_app(engine, ctx.log),
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_IDLE_S,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        while not self._server.started:
+            if self._serving.done():
+                self._serving.result()
+                raise RuntimeError("the HTTP server ended while starting")
+            await asyncio.sleep(0.005)
+        return {"url": url_of(host, port), "port": str(port)}
+
+    def handle(self, msg: Any, sender: str, incarnation: int) -> None:
+        if self._engine is not None and sender == ROUTER:
+            self._engine.hear(msg, incarnation)
+
+    def tick(self) -> None:
+        assert self._engine is not None
+        assert self._serving is not None
+        if self._serving.done():
+            self._serving.result()
+            raise RuntimeError("the HTTP server ended by itself")
+        self._engine.tick()
+
+    def peer_changed(self, service: str, incarnation: int) -> None:
+        if self._engine is not None and service == ROUTER:
+            self._engine.router_changed(incarnation)
+
+    def is_idle(self) -> bool:
+        return self._engine is None or self._engine.is_idle
+
+    def begin_drain(self, reason: str) -> None:
+        if self._engine is not None:
+            self._engine.is_draining = True
+
+    def cut(self, reason: str) -> int:
+        if self._engine is None:
+            return 0
+        return self._engine.cut_all("shutting_down", f"the server stops ({reason}) and this answer took too long")
+
+    async def close(self) -> None:
+        """Lets last events out, then closes all connections and the port."""
+        assert self._engine is not None
+        assert self._server is not None
+        assert self._serving is not None
+        self._engine.is_draining = True
+        self._engine.cut_all("shutting_down", "the server stops")
+        deadline = time.monotonic() + CLOSE_S
+        while not self._engine.is_idle and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        self._server.should_exit = True
+        await self._serving
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling: signals belong to the lifecycle."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises ConfigError with what to do."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(f"host {host!r} can't be resolved ({error.strerror}); give an address of this machine") from None
+    listener = socket.socket(family, kind, proto)
+    try:
+        # A port that was just given back is free; one that somebody listens on is still refused.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(256)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} of {host} is in use by another program; choose another with --port") from None
+        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; choose other --host or --port") from None
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a client on this machine reaches a server bound to ``host``."""
+    if host in ("0.0.0.0", "::", ""):
+        host = "127.0.0.1" if host != "::" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
