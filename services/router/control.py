@@ -1,0 +1,169 @@
+"""The shell around ``group``: the ROUTER socket, process watching, and the two who must know (router, gateway).
+
+Runs in the router's own loop. ``RouterService.attach`` makes one; from then on it calls the service's ``group_changed``,
+``peer_lost`` and ``peer_changed``, and tells the gateway the group's state each second and at each change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+from services.router.group import Changed, Group, Instruction, Kill, Lost, Note, Replaced, Reply, Sample, Watch
+from shared.bus import ControlServer
+from shared.endpoints import GATEWAY, ROUTER
+from shared.lifecycle import ServiceContext
+from shared.messages import control
+from shared.messages.gateway import GroupState
+
+
+class RouterSide(Protocol):
+    """What the control plane needs of the router service."""
+
+    @property
+    def load_counts(self) -> tuple[int, int]: ...
+
+    def group_changed(self, is_ready: bool, drafter_ready: bool) -> None: ...
+
+    def peer_lost(self, service: str) -> None: ...
+
+    def peer_changed(self, service: str, incarnation: int) -> None: ...
+
+
+class ControlPlane:
+    """Binds the control socket at once. Calls the router service only after it was told ``serve``."""
+
+    def __init__(self, ctx: ServiceContext, router: RouterSide) -> None:
+        config = ctx.config
+        self._ctx = ctx
+        self._router = router
+        self._group = Group(config.n_drafts > 0, config.heartbeat_s, config.stall_s)
+        self._server = ControlServer(ctx.endpoints, ctx.bus.context)
+        self._told: tuple[bool, bool] | None = None
+        self._must_publish = True
+        self._published_at = 0.0
+        ctx.bus.add_control(self._server, self._on_messages)
+        ctx.add_tick(self._tick)
+
+    # -- events in
+
+    def _on_messages(self) -> None:
+        now = time.monotonic()
+        for identity, msg in self._server.receive_all():
+            if msg is None:
+                self._carry_out(self._group.connected(identity))
+            elif isinstance(msg, control.StatusWanted):
+                self._server.send(identity, self._group.status(now, *self._load_counts()))
+            elif isinstance(msg, control.Drain):
+                self._carry_out(self._group.drain(now, identity, msg.reason, msg.deadline_s))
+            else:
+                self._carry_out(self._group.heard(now, identity, msg))
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        samples = {service: sample for service, pid in self._group.suspects.items() if (sample := read_sample(pid))}
+        self._carry_out(self._group.tick(now, samples))
+        self._tell_router()
+        if self._must_publish or now - self._published_at >= self._ctx.config.heartbeat_s:
+            self._publish(now)
+
+    # -- instructions out
+
+    def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        is_changed = False
+        for do in instructions:
+            if isinstance(do, Reply):
+                self._server.send(do.identity, do.msg)
+            elif isinstance(do, Note):
+                getattr(self._ctx.log, do.level)(do.event, **do.fields)
+            elif isinstance(do, Watch):
+                self._watch(do)
+            elif isinstance(do, Replaced):
+                self._ctx.bus.peer_changed(do.service, do.incarnation)
+                if not do.is_first and self._is_serving:
+                    self._router.peer_changed(do.service, do.incarnation)
+            elif isinstance(do, Lost):
+                if self._is_serving:
+                    self._router.peer_lost(do.service)
+                self._told = None
+            elif isinstance(do, Kill):
+                self._ctx.log.error("peer_killed", peer=do.service, pid=do.pid, reason=do.reason)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(do.pid, signal.SIGKILL)
+            elif isinstance(do, Changed):
+                is_changed = True
+        if is_changed:
+            self._tell_router()
+            self._must_publish = True
+            self._publish(time.monotonic())
+
+    @property
+    def _is_serving(self) -> bool:
+        """The router service is loaded: before that it can't be called."""
+        return self._ctx.state in ("ready", "draining")
+
+    def _load_counts(self) -> tuple[int, int]:
+        return self._router.load_counts if self._is_serving else (0, 0)
+
+    def _tell_router(self) -> None:
+        view = (self._group.is_ring_alive, self._group.is_drafter_alive)
+        if self._is_serving and view != self._told:
+            self._told = view
+            self._router.group_changed(*view)
+
+    def _publish(self, now: float) -> None:
+        config = self._ctx.config
+        n_running, n_waiting = self._load_counts()
+        group = self._group
+        state = GroupState(
+            is_ready=group.is_ready,
+            detail=group.detail,
+            model=config.model_name,
+            max_context=config.max_context,
+            n_running=n_running,
+            n_waiting=n_waiting,
+            incarnation=self._ctx.incarnation,
+            services=tuple((p.service, p.state, p.pid, p.incarnation) for p in group.peers.values()),
+        )
+        self._published_at = now
+        self._must_publish = not self._ctx.bus.send(GATEWAY, state)
+
+    def _watch(self, watch: Watch) -> None:
+        """The end of a process is an event of the operating system: its pidfd becomes readable."""
+        if watch.service == ROUTER:
+            return
+        try:
+            fd = os.pidfd_open(watch.pid)
+        except ProcessLookupError:
+            self._carry_out(self._group.exited(watch.service, watch.incarnation))
+            return
+        except OSError as error:  # a kernel without it: heartbeats must do
+            self._ctx.log.warning("peer_unwatched", peer=watch.service, reason=error)
+            return
+        self._ctx.bus.add_fd(fd, self._on_exit(watch, fd))
+
+    def _on_exit(self, watch: Watch, fd: int) -> Callable[[], Any]:
+        def exited() -> None:
+            self._ctx.bus.remove_fd(fd)
+            os.close(fd)
+            self._carry_out(self._group.exited(watch.service, watch.incarnation))
+
+        return exited
+
+
+def read_sample(pid: int) -> Sample | None:
+    """State and progress (CPU ticks and bytes moved) of a process; None when it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        progress = int(fields[11]) + int(fields[12])
+        for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+            if line.startswith(("rchar", "read_bytes")):
+                progress += int(line.split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return Sample(fields[0], progress)
