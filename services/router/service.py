@@ -17,6 +17,7 @@ import numpy as np
 
 from native.library import Pool, dispatch_text
 from native.sampling import log_softmax, sample, uniform
+from services.router.control import ControlPlane
 from services.router.gates import GateSet
 from services.router.recording import LogitRecorder
 from services.router.scheduler import Advance, Plan, Scheduler
@@ -63,6 +64,9 @@ class RouterService(Service):
     receives = (Submit, Abort, HiddenReady, LogitsReady, DraftReady, LayerFailed)
 
     # -- life ------------------------------------------------------------------------------------------------
+
+    def attach(self, ctx: ServiceContext) -> None:
+        self._control = ControlPlane(ctx, self)
 
     def load(self, ctx: ServiceContext) -> dict[str, str]:
         self._ctx = ctx
@@ -398,7 +402,7 @@ class RouterService(Service):
             self._counters.add("drafted", advance.span.n_rows - 1)
             self._counters.add("accepted", len(advance.new_tokens) - 1)
         if advance.new_tokens:
-            logprobs = ()
+            logprobs: tuple[TokenLogprob, ...] = ()
             if sequence.n_logprobs is not None:
                 logprobs = tuple(
                     self._logprob(frame.logits[row], token, sequence.n_logprobs)
