@@ -157,19 +157,19 @@ class ExpertIoService(Service):
         """The distinct experts, ascending; fills ``rows_of``: expert -> (rows, places in parts)."""
         flat = gate_id.ravel()
         if len(flat) == self._spec.gate_k:  # one row: ids are distinct and ascending already
-            experts = flat.tolist()
             row = np.zeros(1, np.int32)
+            experts: list[int] = flat.tolist()
             for place, expert in enumerate(experts):
                 visit.rows_of[expert] = (row, np.array([place], np.int32))
-            return list(experts)
+            return experts
         places = np.argsort(flat, kind="stable").astype(np.int32)
-        ordered = flat[places]
-        experts, starts = np.unique(ordered, return_index=True)
+        distinct, starts = np.unique(flat[places], return_index=True)
         ends = np.append(starts[1:], len(flat))
         rows = places // self._spec.gate_k
-        for expert, start, end in zip(experts.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        union: list[int] = distinct.tolist()
+        for expert, start, end in zip(union, starts.tolist(), ends.tolist(), strict=True):
             visit.rows_of[expert] = (rows[start:end], places[start:end])
-        return list(experts.tolist())
+        return union
 
     def _issue(self, orders: list[ReadOrder]) -> None:
         for order in orders:

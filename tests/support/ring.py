@@ -1,0 +1,252 @@
+"""The four engine services in one process, joined by queues instead of sockets: for fast, deterministic checks.
+
+The services are the real ones with real kernels, segments and files; only bus and lifecycle are replaced. Delivery order
+is that of the queues, or shuffled by a seed (messages of one sender to one receiver keep their order, as on a socket).
+"""
+
+from __future__ import annotations
+
+import random
+import select
+import uuid
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import msgspec
+import numpy as np
+
+from services.attention.service import AttentionService
+from services.drafter.service import DrafterService
+from services.expert_io.service import ExpertIoService
+from services.router.service import RouterService
+from shared.codec import Decoder, Encoder
+from shared.config import GroupConfig
+from shared.container.reader import Container
+from shared.counters import SEGMENT_BYTES
+from shared.frame import frame_bytes, frame_dims
+from shared.kv_layout import KV_BLOCK, blocks_for, kv_layout
+from shared.log import Log
+from shared.messages.gateway import RequestDone, RequestRefused, TokenOut
+from shared.messages.router import Sampling, Submit
+from shared.segments import Segment, unlink_run
+
+SERVICES = {
+    "router": RouterService, "attention": AttentionService, "expert_io": ExpertIoService, "drafter": DrafterService,
+}  # fmt: skip
+
+
+class QueueBus:
+    """What a service sees of the bus. Every message is encoded and decoded, as on the wire."""
+
+    def __init__(self, ring: Ring, service: str) -> None:
+        self._ring = ring
+        self.service = service
+        self._encoder = Encoder(service, 1)
+        self.fds: dict[int, Callable[[], object]] = {}
+        self._sequence = 0
+
+    def post(self, receiver: str, msg: Any) -> None:
+        self._sequence += 1
+        self._ring.deliver(self.service, receiver, bytes(self._encoder.encode(msg, self._sequence)))
+
+    def send(self, receiver: str, msg: Any) -> bool:
+        self.post(receiver, msg)
+        return True
+
+    def add_fd(self, fd: int, callback: Callable[[], object]) -> None:
+        self.fds[fd] = callback
+
+
+@dataclass
+class QueueContext:
+    """What a service sees of its life."""
+
+    config: GroupConfig
+    bus: QueueBus
+    log: Log
+    incarnation: int = 1
+    stage: str = ""
+
+    def set_stage(self, name: str) -> None:
+        self.stage = name
+
+
+@dataclass
+class Answer:
+    """What the gateway would have got for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    done: RequestDone | None = None
+    refused: RequestRefused | None = None
+
+
+class Ring:
+    """Opens a container and serves requests. Use as a context manager."""
+
+    def __init__(self, model_dir: Path, tmp: Path, shuffle: int | None = None, **overrides: Any) -> None:
+        container = Container.open(model_dir)
+        self.spec = spec = container.spec
+        run_id = uuid.uuid4().hex[:12]
+        records = [
+            f.record_bytes for layer, f in container.experts.items()
+            if layer < spec.n_layers or overrides.get("n_drafts")
+        ]  # fmt: skip
+        settings: dict[str, Any] = dict(
+            run_id=run_id, run_dir=str(tmp), model_dir=str(model_dir), host="127.0.0.1", port=0, ram_bytes=0,
+            n_slots=len(spec.moe_layers) * spec.n_experts, slot_bytes=max(records, default=4096), n_threads=1,
+            kv_dtype="f32", prefill_chunk=64, pilot="off", n_drafts=0, max_sequences=4, max_context=256,
+            n_frames=2, logit_rows=64,
+        )  # fmt: skip
+        settings.update(overrides)
+        settings["n_kv_blocks"] = settings["max_sequences"] * blocks_for(settings["max_context"])
+        self.config = config = GroupConfig(**settings)
+        dims = frame_dims(config, spec)
+        sizes = {
+            "frames": frame_bytes(dims) * config.n_frames,
+            "kv": kv_layout(spec, spec.index_kinds, config.kv_dtype, config.n_kv_blocks).total_bytes,
+            "trace": 1 << 20,
+            "counters": SEGMENT_BYTES,
+        }
+        if config.n_drafts:
+            sizes["mtp_kv"] = kv_layout(spec, (spec.mtp_index_kind,), config.kv_dtype, config.n_kv_blocks).total_bytes
+        for name, n_bytes in sizes.items():
+            Segment.create(run_id, name, n_bytes).close()
+        self._rng = random.Random(shuffle) if shuffle is not None else None
+        self._queues: dict[tuple[str, str], deque[bytes]] = {}
+        self._order: deque[tuple[str, str]] = deque()
+        self.services: dict[str, Any] = {}
+        self._decoders: dict[str, Decoder] = {}
+        self.answers: dict[str, Answer] = {}
+        self._gateway = Decoder((TokenOut, RequestDone, RequestRefused, *_other_gateway_messages()))
+        self.on_deliver: Callable[[str, str, Any], bool] | None = None
+        try:
+            for name, cls in SERVICES.items():
+                self.start(name)
+        except BaseException:
+            self.close()
+            raise
+        self.services["router"].group_changed(True, bool(config.n_drafts))
+
+    def start(self, name: str) -> None:
+        """(Re)start one service."""
+        service = SERVICES[name]()
+        service.load(QueueContext(self.config, QueueBus(self, name), Log(name)))
+        self.services[name] = service
+        self._decoders[name] = Decoder(service.receives)
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for service in self.services.values():
+            service.close()
+        unlink_run(self.config.run_id)
+
+    # -- messages --------------------------------------------------------------------------------------------
+
+    def deliver(self, sender: str, receiver: str, frame: bytes) -> None:
+        self._queues.setdefault((sender, receiver), deque()).append(frame)
+        self._order.append((sender, receiver))
+
+    def drop_messages(self, service: str) -> None:
+        """What a killed service had sent or not yet received is gone."""
+        for pair in list(self._queues):
+            if service in pair:
+                del self._queues[pair]
+        self._order = deque(pair for pair in self._order if service not in pair)
+
+    def _next(self) -> tuple[str, str, bytes] | None:
+        while self._order:
+            if self._rng is None:
+                pair = self._order.popleft()
+            else:
+                at = self._rng.randrange(len(self._order))
+                pair = self._order[at]
+                del self._order[at]
+            queue = self._queues.get(pair)
+            if queue:
+                return (*pair, queue.popleft())
+        return None
+
+    def step(self) -> bool:
+        """Deliver one message, or let one service work, or wait for reads. False when everything rests."""
+        taken = self._next()
+        if taken:
+            sender, receiver, frame = taken
+            if receiver == "gateway":
+                self._on_gateway(self._gateway.decode(frame)[0].msg)
+            elif receiver in self.services:
+                msg = self._decoders[receiver].decode(frame)[0].msg
+                if self.on_deliver is None or self.on_deliver(sender, receiver, msg):
+                    self.services[receiver].handle(msg, sender)
+        busy = bool(taken)
+        for service in self.services.values():
+            busy |= bool(service.work())
+        fds = {fd: call for s in self.services.values() for fd, call in s._ctx.bus.fds.items()}
+        ready, _, _ = select.select(list(fds), [], [], 0 if busy or self._order else 0.05)
+        for fd in ready:
+            fds[fd]()
+        return busy or bool(ready) or bool(self._order)
+
+    def _on_gateway(self, msg: Any) -> None:
+        answer = self.answers.setdefault(getattr(msg, "request", ""), Answer())
+        if isinstance(msg, TokenOut):
+            assert msg.index == len(answer.tokens), "a token came twice or was lost"
+            answer.tokens += msg.tokens
+            answer.text += msg.text
+        elif isinstance(msg, RequestDone):
+            assert answer.done is None, "two final answers"
+            answer.done = msg
+        elif isinstance(msg, RequestRefused):
+            answer.refused = msg
+
+    def submit(self, request: str, prompt: list[int] | None = None, **fields: Any) -> None:
+        sampling = Sampling(
+            fields.pop("temperature", 0.0), fields.pop("top_p", 1.0), fields.pop("seed", 0)
+        )  # fmt: skip
+        msg = Submit(request, sampling, prompt_ids=tuple(prompt) if prompt is not None else None, **fields)
+        self.services["router"].handle(msg, "gateway")
+
+    def run(self, n_idle: int = 40) -> None:
+        """Until every submitted request has its final answer."""
+        idle = 0
+        router = self.services["router"]
+        while not router.is_idle() or self._order:
+            idle = 0 if self.step() else idle + 1
+            assert idle < n_idle, "the ring rests although requests wait"
+
+    def generate(self, prompt: list[int], n: int, **fields: Any) -> Answer:
+        name = uuid.uuid4().hex
+        self.submit(name, prompt, max_tokens=n, ignore_eos=fields.pop("ignore_eos", True), **fields)
+        self.run()
+        return self.answers[name]
+
+
+def _other_gateway_messages() -> tuple[type[Any], ...]:
+    from shared.messages import gateway
+
+    return tuple(
+        cls for cls in vars(gateway).values()
+        if isinstance(cls, type) and issubclass(cls, msgspec.Struct) and getattr(cls, "__struct_config__").tag
+        and cls not in (TokenOut, RequestDone, RequestRefused)
+    )  # fmt: skip
+
+
+def read_record(path: Path) -> list[dict[str, Any]]:
+    """Rows of a logit record, ``logits`` as f32 arrays."""
+    with path.open("rb") as file:
+        rows = list(msgpack.Unpacker(file))
+    for row in rows:
+        row["logits"] = np.frombuffer(row["logits"], np.float32)
+    return rows
+
+
+__all__ = ["KV_BLOCK", "Answer", "Ring", "read_record"]

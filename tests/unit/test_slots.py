@@ -1,0 +1,149 @@
+"""The slot table and the layer visit: nobody waits for ever, nothing in use is taken away, guesses stay modest."""
+
+from __future__ import annotations
+
+import random
+
+from services.expert_io.layer_run import LayerRun
+from services.expert_io.slots import SlotState, SlotTable
+
+
+def drive(run: LayerRun, table: SlotTable, rng: random.Random) -> list[int]:
+    """Play the disk and the kernels in random order until the visit is done; returns experts in order of computation."""
+    promote, orders = run.start()
+    in_flight = [o.slot for o in orders] + list(promote)
+    computed = []
+    for _ in range(10_000):
+        if run.is_done:
+            return computed
+        if run.has_ready and (not in_flight or rng.random() < 0.5):
+            taken = run.take_ready(rng.randint(1, 3))
+            for _, slot in taken:
+                assert slot.state is SlotState.RESIDENT and slot.pins > 0
+            run.computed([e for e, _ in taken])
+            computed += [e for e, _ in taken]
+            in_flight += [o.slot for o in run.more_reads()]
+        elif in_flight:
+            slot = in_flight.pop(rng.randrange(len(in_flight)))
+            table.loaded(slot)
+            assert slot.key is not None
+            run.arrived(slot.key)
+            in_flight += [o.slot for o in run.more_reads()]
+        else:
+            raise AssertionError("the visit is stuck")
+    raise AssertionError("the visit does not end")
+
+
+def test_waves_with_fewer_slots_than_experts() -> None:
+    for n_slots in (1, 2, 5, 9):
+        rng = random.Random(n_slots)
+        table = SlotTable(n_slots, half_life=100)
+        for layer in range(4):
+            experts = sorted(rng.sample(range(64), 20))
+            run = LayerRun(0, layer, experts, table)
+            assert sorted(drive(run, table, rng)) == experts
+            assert all(slot.pins == 0 for slot in table.slots)
+            assert table.n_used <= n_slots
+
+
+def test_resident_experts_are_hits_and_each_is_loaded_once() -> None:
+    table = SlotTable(8, half_life=100)
+    rng = random.Random(0)
+    drive(LayerRun(0, 0, [1, 2, 3], table), table, rng)
+    run = LayerRun(1, 0, [2, 3, 4], table)
+    assert drive(run, table, rng)
+    assert (run.counters.hits, run.counters.misses) == (2, 1)
+
+
+def test_victims_are_the_least_used_first() -> None:
+    table = SlotTable(3, half_life=1000)
+    rng = random.Random(0)
+    for _ in range(3):
+        drive(LayerRun(0, 0, [1], table), table, rng)
+    drive(LayerRun(0, 0, [2, 3], table), table, rng)
+    drive(LayerRun(0, 1, [7], table), table, rng)
+    assert table.find((0, 1)) is not None
+    assert table.find((1, 7)) is not None
+
+
+def test_heat_fades() -> None:
+    table = SlotTable(2, half_life=4)
+    rng = random.Random(0)
+    for _ in range(3):
+        drive(LayerRun(0, 0, [1], table), table, rng)
+    hot = table.heat((0, 1))
+    for _ in range(40):
+        table.tick()
+    assert table.heat((0, 1)) < hot / 8
+
+
+def test_a_guess_takes_free_slots_but_never_a_warmer_one() -> None:
+    table = SlotTable(2, half_life=1000)
+    rng = random.Random(0)
+    drive(LayerRun(0, 0, [1], table), table, rng)
+    guess = table.acquire((1, 5), is_guess=True)
+    assert guess is not None
+    table.loaded(guess)
+    # Both slots are taken: an unknown expert is not warmer than the used one, but may replace the unused guess... which
+    # is exactly as cold as itself, so it may not.
+    assert table.acquire((1, 6), is_guess=True) in (None, guess)
+    assert table.find((0, 1)) is not None
+
+
+def test_demand_takes_an_unused_guess_first() -> None:
+    table = SlotTable(2, half_life=1000)
+    rng = random.Random(0)
+    drive(LayerRun(0, 0, [1], table), table, rng)
+    guess = table.acquire((1, 5), is_guess=True)
+    assert guess is not None
+    table.loaded(guess)
+    drive(LayerRun(0, 0, [2], table), table, rng)
+    assert table.find((1, 5)) is None
+    assert table.n_guesses_wasted == 1
+    assert table.find((0, 1)) is not None
+
+
+def test_a_doomed_read_keeps_its_slot_until_it_has_ended() -> None:
+    table = SlotTable(1, half_life=10)
+    guess = table.acquire((0, 1), is_guess=True)
+    assert guess is not None
+    table.doom(guess)
+    assert table.find((0, 1)) is None
+    assert table.acquire((0, 2), is_guess=False) is None, "the slot's memory is still being written"
+    table.release(guess)
+    assert table.acquire((0, 2), is_guess=False) is guess
+
+
+def test_a_late_guess_is_promoted_not_read_again() -> None:
+    table = SlotTable(4, half_life=10)
+    guess = table.acquire((0, 1), is_guess=True)
+    assert guess is not None
+    run = LayerRun(0, 0, [1, 2], table)
+    promote, orders = run.start()
+    assert promote == [guess]
+    assert [o.slot.key for o in orders] == [(0, 2)]
+    assert (run.counters.late_hits, run.counters.useful_guesses, run.counters.misses) == (1, 1, 1)
+    assert not table.guesses_in_flight()
+
+
+def test_a_failed_read_counts_as_done_for_the_visit() -> None:
+    table = SlotTable(4, half_life=10)
+    run = LayerRun(0, 0, [1, 2], table)
+    _, orders = run.start()
+    assert run.failed((0, 1))
+    table.release(orders[0].slot)
+    table.loaded(orders[1].slot)
+    run.arrived((0, 2))
+    run.computed([e for e, _ in run.take_ready(4)])
+    assert run.is_done
+
+
+def test_an_abandoned_visit_lets_go_of_every_slot() -> None:
+    table = SlotTable(3, half_life=10)
+    run = LayerRun(0, 0, [1, 2, 3, 4], table)
+    _, orders = run.start()
+    run.abandon()
+    assert all(slot.pins == 0 for slot in table.slots)
+    for order in orders:
+        table.loaded(order.slot)
+    assert drive(LayerRun(1, 0, [7, 8], table), table, random.Random(1)) is not None
