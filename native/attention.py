@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from native.library import OK, NativeError, Pool, address, check_struct, checked, declare, fail, lib
-from native.matrix import BF16, F32, Q8, Matrix, absent_matrix, format_code
+from native.matrix import BF16, F32, NONE, Q8, Matrix, format_code
 
 INDEX_NONE, INDEX_FULL, INDEX_SHARED = 0, 1, 2
 INDEX_KINDS: dict[str, int] = {"none": INDEX_NONE, "full": INDEX_FULL, "shared": INDEX_SHARED}
@@ -22,7 +21,12 @@ _int32, _float, _ptr, _i64 = ctypes.c_int32, ctypes.c_float, ctypes.c_void_p, ct
 
 
 class AttnLayer(ctypes.Structure):
-    """cb_attn_layer. Make one with `attn_layer`, which keeps the arrays behind it alive."""
+    """cb_attn_layer: one layer's weights, given by keyword. Keeps arrays alive, but not what addresses point to.
+
+    Norms f32 of their own width, inv_freq f32[rope / 2], k_b [R, nope] and v_b [v, R] stacks of n_heads matrices.
+    q_a absent: q_b maps hidden directly. The index matrices belong to layers of kind "full" alone. NativeError names
+    what does not fit.
+    """
 
     _fields_ = (
         *((name, _int32) for name in ("hidden", "n_heads", "q_rank", "kv_rank", "nope", "rope", "v_dim")),
@@ -39,11 +43,59 @@ class AttnLayer(ctypes.Structure):
         ("index_k_norm_w", _ptr),
         ("index_k_norm_b", _ptr),
     )
-    keep: tuple[object, ...] = ()
+
+    def __init__(self, **values: Any) -> None:
+        kind = values.get("index_kind", INDEX_NONE)
+        values["index_kind"] = code = INDEX_KINDS.get(kind, -1) if isinstance(kind, str) else kind
+        if code not in INDEX_KINDS.values():
+            raise NativeError(f"AttnLayer: index_kind {kind!r}: expected one of {', '.join(INDEX_KINDS)}")
+        super().__init__(**{k: v for k, v in values.items() if not isinstance(v, np.ndarray)})
+        self.keep = tuple(values.values())
+        lengths = {
+            "inv_freq": self.rope // 2,
+            "input_norm": self.hidden,
+            "post_norm": self.hidden,
+            "q_a_norm": self.q_rank,
+            "kv_a_norm": self.kv_rank,
+            "index_k_norm_w": self.index_dim,
+            "index_k_norm_b": self.index_dim,
+        }
+        for name, length in lengths.items():
+            if isinstance(values.get(name), np.ndarray):
+                setattr(self, name, checked(values[name], _f32, (length,), f"AttnLayer: {name}"))
+        self._check_matrices()
+
+    def _check_matrices(self) -> None:
+        has_q_a, full = self.q_a.format != NONE, self.index_kind == INDEX_FULL
+        q_width = self.q_rank if has_q_a else self.hidden
+        shapes = {
+            "q_b": (self.n_heads * (self.nope + self.rope), q_width),
+            "kv_a": (self.kv_rank + self.rope, self.hidden),
+            "k_b": (self.kv_rank, self.nope),
+            "v_b": (self.v_dim, self.kv_rank),
+            "o": (self.hidden, self.n_heads * self.v_dim),
+        }
+        if has_q_a:
+            shapes["q_a"] = (self.q_rank, self.hidden)
+        if full:
+            shapes["index_wq_b"] = (self.index_heads * self.index_dim, q_width)
+            shapes["index_wk"] = (self.index_dim, self.hidden)
+            shapes["index_weights"] = (self.index_heads, self.hidden)
+        for name, shape in shapes.items():
+            m: Matrix = getattr(self, name)
+            if m.format == NONE or (m.out, m.in_) != shape:
+                found = "nothing" if m.format == NONE else f"[{m.out}, {m.in_}]"
+                raise NativeError(f"AttnLayer: {name}: expected {list(shape)}, found {found}")
 
 
 class AttnStep(ctypes.Structure):
-    """cb_attn_step. Make one with `attn_step`; fields may be set again for the next layer of the same rows."""
+    """cb_attn_step: one layer's caches and the rows of a step. `set_rows` before every call.
+
+    kv and index_k are this layer's caches (array or address; index_k None unless the layer is "full"), kv_format "f32"
+    or "bf16". x f32[N, D] is the residual stream; selected i32[N, index_topk] and n_selected i32[N] carry the selection
+    from a full layer to the shared ones after it (None without an indexer). N is the largest number of rows. Keeps the
+    arrays alive.
+    """
 
     _fields_ = (
         ("n_rows", _i64),
@@ -61,9 +113,57 @@ class AttnStep(ctypes.Structure):
         ("x", _ptr),
         ("hidden", _ptr),
     )
-    keep: tuple[object, ...] = ()
-    topk: int = 0
-    width: int = 0
+
+    def __init__(
+        self,
+        *,
+        kv: np.ndarray | int,
+        index_k: np.ndarray | int | None,
+        kv_format: int | str,
+        n_blocks: int,
+        selected: np.ndarray | None,
+        n_selected: np.ndarray | None,
+        x: np.ndarray,
+    ) -> None:
+        code = KV_FORMATS.get(kv_format, -1) if isinstance(kv_format, str) else kv_format
+        if code not in KV_FORMATS.values():
+            raise NativeError(f"AttnStep: kv_format {kv_format!r}: expected one of {', '.join(KV_FORMATS)}")
+        self.capacity, self.width = x.shape
+        self.topk = 0 if selected is None else selected.shape[1]
+        n = self.capacity
+        super().__init__(
+            n_blocks=n_blocks,
+            kv=address(kv) if isinstance(kv, np.ndarray) else kv,
+            index_k=address(index_k) if isinstance(index_k, np.ndarray) else index_k,
+            kv_format=code,
+            selected=None if selected is None else checked(selected, _i32, (n, None), "AttnStep: selected"),
+            n_selected=None if n_selected is None else checked(n_selected, _i32, (n,), "AttnStep: n_selected"),
+            x=checked(x, _f32, (n, None), "AttnStep: x"),
+        )
+        # Both know their bytes: a cache smaller than n_blocks blocks is found before it is overrun.
+        self.kv_bytes = kv.nbytes if isinstance(kv, np.ndarray) else None
+        self.index_bytes = index_k.nbytes if isinstance(index_k, np.ndarray) else None
+        self.keep = (kv, index_k, selected, n_selected, x)
+        self.rows: tuple[np.ndarray, ...] = ()
+
+    def set_rows(
+        self, n_rows: int, position: np.ndarray, seq: np.ndarray, block_table: np.ndarray, hidden: np.ndarray
+    ) -> None:
+        """The first n_rows of position i32, seq i32 (rows of block_table i32[S, B]) and hidden f32[., D] (out)."""
+        for name, array in (("position", position), ("seq", seq), ("hidden", hidden)):
+            if len(array) < n_rows:
+                raise NativeError(f"AttnStep: {name} has {len(array)} rows, expected at least {n_rows}")
+        if not 0 <= n_rows <= self.capacity:
+            raise NativeError(f"AttnStep: {n_rows} rows, x has {self.capacity}")
+        self.position = checked(position, _i32, (None,), "AttnStep: position")
+        self.seq = checked(seq, _i32, (None,), "AttnStep: seq")
+        if n_rows and not (int(seq[:n_rows].min()) >= 0 and int(seq[:n_rows].max()) < len(block_table)):
+            raise NativeError(f"AttnStep: seq {seq[:n_rows]} names rows outside block_table's {len(block_table)}")
+        self.block_table = checked(block_table, _i32, (None, None), "AttnStep: block_table")
+        self.hidden = checked(hidden, _f32, (None, self.width), "AttnStep: hidden")
+        self.table_stride = block_table.shape[1]
+        self.n_rows = n_rows
+        self.rows = (position, seq, block_table, hidden)
 
 
 check_struct(AttnLayer, "cb_attn_layer")
@@ -73,159 +173,15 @@ declare("cb_embed", ctypes.c_int, [_ptr, _ptr, ctypes.c_int, _i64, _i64, _ptr, _
 declare("cb_topk", _i64, [_ptr, _i64, _i64, _ptr])
 
 
-def attn_layer(
-    *,
-    hidden: int,
-    n_heads: int,
-    kv_rank: int,
-    nope: int,
-    rope: int,
-    v_dim: int,
-    rope_interleave: bool,
-    rms_eps: float,
-    latent_eps: float,
-    softmax_scale: float,
-    inv_freq: np.ndarray | Sequence[float],
-    rope_amplitude: float,
-    input_norm: np.ndarray,
-    kv_a_norm: np.ndarray,
-    post_norm: np.ndarray,
-    q_b: Matrix,
-    kv_a: Matrix,
-    k_b: Matrix,
-    v_b: Matrix,
-    o: Matrix,
-    q_rank: int = 0,
-    q_a: Matrix | None = None,
-    q_a_norm: np.ndarray | None = None,
-    index_kind: int | str = INDEX_NONE,
-    index_heads: int = 0,
-    index_dim: int = 0,
-    index_topk: int = 0,
-    index_rope_interleave: bool = False,
-    index_norm_eps: float = 1e-6,
-    index_wq_b: Matrix | None = None,
-    index_wk: Matrix | None = None,
-    index_weights: Matrix | None = None,
-    index_k_norm_w: np.ndarray | None = None,
-    index_k_norm_b: np.ndarray | None = None,
-) -> AttnLayer:
-    """One layer's weights. Norms f32 of their own width, inv_freq [rope / 2]; k_b and v_b are stacks of n_heads matrices.
-
-    q_rank 0: no q_a, q_b maps hidden directly. The index matrices belong to "full" layers alone. NativeError names what
-    does not fit.
-    """
-    kind = INDEX_KINDS.get(index_kind) if isinstance(index_kind, str) else index_kind
-    if kind not in INDEX_KINDS.values():
-        raise NativeError(f"attn_layer: index_kind {index_kind!r}: expected one of {', '.join(INDEX_KINDS)}")
-    frequencies = np.ascontiguousarray(inv_freq, np.float32)
-    keep: list[object] = [frequencies]
-
-    def vector(array: np.ndarray | None, n: int, what: str) -> int:
-        if array is None:
-            raise NativeError(f"attn_layer: {what} is missing")
-        keep.append(array)
-        return checked(array, _f32, (n,), f"attn_layer: {what}")
-
-    def stacked(m: Matrix | None, out: int, in_: int, what: str) -> Matrix:
-        if m is None or (m.out, m.in_) != (out, in_):
-            found = "nothing" if m is None else f"[{m.out}, {m.in_}]"
-            raise NativeError(f"attn_layer: {what}: expected [{out}, {in_}], found {found}")
-        keep.append(m.keep)
-        return m
-
-    absent = absent_matrix()
-    full = kind == INDEX_FULL
-    q_width = q_rank or hidden
-    made = AttnLayer(
-        hidden=hidden,
-        n_heads=n_heads,
-        q_rank=q_rank,
-        kv_rank=kv_rank,
-        nope=nope,
-        rope=rope,
-        v_dim=v_dim,
-        rope_interleave=int(rope_interleave),
-        rms_eps=rms_eps,
-        latent_eps=latent_eps,
-        softmax_scale=softmax_scale,
-        index_kind=kind,
-        index_heads=index_heads,
-        index_dim=index_dim,
-        index_topk=index_topk,
-        index_rope_interleave=int(index_rope_interleave),
-        inv_freq=checked(frequencies, _f32, (rope // 2,), "attn_layer: inv_freq"),
-        rope_amplitude=rope_amplitude,
-        index_norm_eps=index_norm_eps,
-        input_norm=vector(input_norm, hidden, "input_norm"),
-        q_a_norm=vector(q_a_norm, q_rank, "q_a_norm") if q_rank else None,
-        kv_a_norm=vector(kv_a_norm, kv_rank, "kv_a_norm"),
-        post_norm=vector(post_norm, hidden, "post_norm"),
-        q_a=stacked(q_a, q_rank, hidden, "q_a") if q_rank else absent,
-        q_b=stacked(q_b, n_heads * (nope + rope), q_width, "q_b"),
-        kv_a=stacked(kv_a, kv_rank + rope, hidden, "kv_a"),
-        k_b=stacked(k_b, kv_rank, nope, "k_b"),
-        v_b=stacked(v_b, v_dim, kv_rank, "v_b"),
-        o=stacked(o, hidden, n_heads * v_dim, "o"),
-        index_wq_b=stacked(index_wq_b, index_heads * index_dim, q_width, "index_wq_b") if full else absent,
-        index_wk=stacked(index_wk, index_dim, hidden, "index_wk") if full else absent,
-        index_weights=stacked(index_weights, index_heads, hidden, "index_weights") if full else absent,
-        index_k_norm_w=vector(index_k_norm_w, index_dim, "index_k_norm_w") if full else None,
-        index_k_norm_b=vector(index_k_norm_b, index_dim, "index_k_norm_b") if full else None,
-    )
-    made.keep = tuple(keep)
-    return made
-
-
-def attn_step(
-    *,
-    position: np.ndarray,
-    seq: np.ndarray,
-    block_table: np.ndarray,
-    n_blocks: int,
-    kv: np.ndarray | int,
-    kv_format: int | str,
-    x: np.ndarray,
-    hidden: np.ndarray,
-    index_k: np.ndarray | int | None = None,
-    selected: np.ndarray | None = None,
-    n_selected: np.ndarray | None = None,
-) -> AttnStep:
-    """The rows of one call: position i32[T], seq i32[T] (rows of block_table i32[S, B]), x and hidden f32[T, D].
-
-    kv and index_k are this layer's caches (array or address). selected i32[T, index_topk] and n_selected i32[T] carry
-    the selection from a full layer to the shared ones after it; layers without an indexer need neither. Set `step.kv`
-    and `step.index_k` (addresses) to go on with the next layer.
-    """
-    n_rows = len(position)
-    code = KV_FORMATS.get(kv_format) if isinstance(kv_format, str) else kv_format
-    if code not in KV_FORMATS.values():
-        raise NativeError(f"attn_step: kv_format {kv_format!r}: expected one of {', '.join(KV_FORMATS)}")
-    if n_rows and (int(seq.min()) < 0 or int(seq.max()) >= len(block_table)):
-        raise NativeError(f"attn_step: seq {seq.min()}..{seq.max()} names rows outside block_table's {len(block_table)}")
-
-    def cache(data: np.ndarray | int | None) -> int | None:
-        return address(data) if isinstance(data, np.ndarray) else data
-
-    made = AttnStep(
-        n_rows=n_rows,
-        position=checked(position, _i32, (n_rows,), "attn_step: position"),
-        seq=checked(seq, _i32, (n_rows,), "attn_step: seq"),
-        block_table=checked(block_table, _i32, (None, None), "attn_step: block_table"),
-        table_stride=block_table.shape[1],
-        n_blocks=n_blocks,
-        kv=cache(kv),
-        index_k=cache(index_k),
-        kv_format=code,
-        selected=None if selected is None else checked(selected, _i32, (n_rows, None), "attn_step: selected"),
-        n_selected=None if n_selected is None else checked(n_selected, _i32, (n_rows,), "attn_step: n_selected"),
-        x=checked(x, _f32, (n_rows, None), "attn_step: x"),
-        hidden=checked(hidden, _f32, x.shape, "attn_step: hidden"),
-    )
-    made.topk = 0 if selected is None else selected.shape[1]
-    made.width = x.shape[1]
-    made.keep = (position, seq, block_table, kv, index_k, selected, n_selected, x, hidden)
-    return made
+def _check_cache(layer: AttnLayer, step: AttnStep) -> None:
+    item = 2 if step.kv_format == KV_BF16 else 4
+    for what, found, width in (
+        ("kv", step.kv_bytes, layer.kv_rank + layer.rope),
+        ("index_k", step.index_bytes, layer.index_dim if layer.index_kind == INDEX_FULL else 0),
+    ):
+        wanted = step.n_blocks * KV_BLOCK * width * item
+        if found is not None and found < wanted:
+            raise NativeError(f"attn_forward: {what} has {found} bytes, {step.n_blocks} blocks need {wanted}")
 
 
 def attn_forward(pool: Pool, layer: AttnLayer, step: AttnStep) -> None:
@@ -235,6 +191,7 @@ def attn_forward(pool: Pool, layer: AttnLayer, step: AttnStep) -> None:
             f"attn_forward: the step has width {step.width} and index_topk {step.topk}, "
             f"the layer {layer.hidden} and {layer.index_topk}"
         )
+    _check_cache(layer, step)
     status = lib.cb_attn_forward(pool.handle, ctypes.byref(layer), ctypes.byref(step))
     if status != OK:
         raise fail(
@@ -254,7 +211,7 @@ def embed(
     out: np.ndarray,
     vocab: int | None = None,
 ) -> None:
-    """out f32[T, D] = rows ids i32[T] of a row-major table [V, D] (f32, bf16 as u16, or q8 as i8 with scale f32[V]).
+    """out f32[T, D] = rows ids i32[T] of a row-major table [V, D] (f32, bf16, or q8 = int8 with scale f32[V]).
 
     `vocab` is needed when the table is given by its address. NativeError when an id is outside 0..V-1.
     """
@@ -273,10 +230,13 @@ def embed(
         table = address(table)
     if vocab is None:
         raise NativeError("embed: a table given by address needs `vocab`")
-    scale_at: Any = checked(scale, _f32, (vocab,), "embed: scale") if isinstance(scale, np.ndarray) else scale
+    if isinstance(scale, np.ndarray):
+        if not scale.flags.c_contiguous or scale.nbytes < 4 * vocab:
+            raise NativeError(f"embed: scale: expected {4 * vocab} contiguous bytes, found {scale.nbytes}")
+        scale = address(scale)
     ids_at = checked(ids, _i32, (n_rows,), "embed: ids")
     out_at = checked(out, _f32, (n_rows, hidden), "embed: out")
-    status = lib.cb_embed(table, scale_at, code, vocab, hidden, ids_at, n_rows, out_at)
+    status = lib.cb_embed(table, scale, code, vocab, hidden, ids_at, n_rows, out_at)
     if status != OK:
         bounds = f"ids {ids.min()}..{ids.max()}" if n_rows else "no ids"
         raise fail("cb_embed", status, f"format {code}, vocabulary {vocab}, hidden {hidden}, {bounds}")

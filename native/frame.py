@@ -53,7 +53,9 @@ class _Stage(ctypes.Structure):
 check_struct(_Dims, "cb_frame_dims")
 check_struct(_Field, "cb_frame_field")
 check_struct(_Stage, "cb_stage")
-declare("cb_frame_layout", ctypes.c_int, [ctypes.POINTER(_Dims), ctypes.POINTER(_Field), ctypes.POINTER(ctypes.c_int64)])
+declare(
+    "cb_frame_layout", ctypes.c_int, [ctypes.POINTER(_Dims), ctypes.POINTER(_Field), ctypes.POINTER(ctypes.c_int64)]
+)
 
 STAGE_DTYPE = np.dtype(_Stage)
 
