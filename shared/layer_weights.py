@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from native.attention import AttnLayer, attn_layer
+from native.attention import AttnLayer
 from native.kernels import Ffn, ffn
-from native.matrix import ACT_F32, Matrix, matrix
+from native.matrix import ACT_F32, Matrix, absent_matrix, matrix
 from native.memory import HugeBuffer
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def attn_layer_of(spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor]) ->
     has_lora = spec.q_lora_rank is not None
     kind = spec.index_kind(layer)
     owns_indexer = kind == "full"
-    return attn_layer(
+    return AttnLayer(
         hidden=spec.hidden,
         n_heads=spec.n_heads,
         q_rank=spec.q_lora_rank or 0,
@@ -92,22 +92,22 @@ def attn_layer_of(spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor]) ->
         index_dim=spec.index_dim,
         index_topk=spec.index_topk,
         index_rope_interleave=spec.index_rope_interleave,
-        inv_freq=spec.inv_freq(),
+        inv_freq=np.array(spec.inv_freq(), np.float32),
         rope_amplitude=spec.rope_amplitude,
         index_norm_eps=INDEX_NORM_EPS,
         input_norm=vector(prefix + "input_layernorm.weight"),
         q_a_norm=vector(attn + "q_a_layernorm.weight") if has_lora else None,
         kv_a_norm=vector(attn + "kv_a_layernorm.weight"),
         post_norm=vector(prefix + "post_attention_layernorm.weight"),
-        q_a=weight("q_a_proj") if has_lora else None,
+        q_a=weight("q_a_proj") if has_lora else absent_matrix(),
         q_b=weight("q_b_proj" if has_lora else "q_proj"),
         kv_a=weight("kv_a_proj_with_mqa"),
         k_b=weight("k_b"),
         v_b=weight("v_b"),
         o=weight("o_proj"),
-        index_wq_b=weight("indexer.wq_b") if owns_indexer else None,
-        index_wk=weight("indexer.wk") if owns_indexer else None,
-        index_weights=weight("indexer.weights_proj", ACT_F32) if owns_indexer else None,
+        index_wq_b=weight("indexer.wq_b") if owns_indexer else absent_matrix(),
+        index_wk=weight("indexer.wk") if owns_indexer else absent_matrix(),
+        index_weights=weight("indexer.weights_proj", ACT_F32) if owns_indexer else absent_matrix(),
         index_k_norm_w=vector(attn + "indexer.k_norm.weight") if owns_indexer else None,
         index_k_norm_b=vector(attn + "indexer.k_norm.bias") if owns_indexer else None,
     )

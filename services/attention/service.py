@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from native.attention import AttnStep, attn_forward, attn_step, embed
+from native.attention import AttnStep, attn_forward, embed
 from native.kernels import ffn_forward, linear, rmsnorm
 from native.library import NativeError, Pool, address, dispatch_text
 from services.attention.weights import DenseWeights
@@ -33,7 +33,6 @@ class StepRun:
     """The step in flight: all layers below ``layer`` are done; at a MoE layer the experts' answer is awaited."""
 
     plan: StepPlan
-    rows: AttnStep
     layer: int = 0
     is_waiting: bool = False
 
@@ -61,13 +60,16 @@ class AttentionService(Service):
         n_rows = len(self._frames.frame(0).token)
         self._x = np.empty((n_rows, spec.hidden), np.float32)
         self._final = np.empty((n_rows, spec.hidden), np.float32)
-        self._selected = np.empty((n_rows, max(1, spec.index_topk)), np.int32)
-        self._n_selected = np.full(n_rows, -1, np.int32)
         layout = kv_layout(spec, spec.index_kinds, config.kv_dtype, config.n_kv_blocks)
         kv = address(np.frombuffer(self._kv_segment.buf, np.uint8))
         self._caches = [
             (kv + at.latent_offset, None if at.index_offset is None else kv + at.index_offset) for at in layout.layers
         ]
+        # One set of rows serves all layers of a step; only the cache below it changes.
+        self._rows = AttnStep(
+            kv=kv, index_k=None, kv_format=config.kv_dtype, n_blocks=config.n_kv_blocks, x=self._x,
+            selected=np.empty((n_rows, max(1, spec.index_topk)), np.int32), n_selected=np.full(n_rows, -1, np.int32),
+        )  # fmt: skip
         self._run: StepRun | None = None
         return {"kernels": dispatch_text(), "dense_bytes": str(weights.n_bytes)}
 
@@ -111,12 +113,8 @@ class AttentionService(Service):
         n = plan.n_rows
         self._counters.add("steps", 1)
         self._counters.add("rows", n)
-        rows = attn_step(
-            position=frame.position[:n], seq=frame.seq[:n], block_table=frame.block_table[: plan.n_sequences],
-            n_blocks=self._ctx.config.n_kv_blocks, kv=0, kv_format=self._ctx.config.kv_dtype, x=self._x[:n],
-            hidden=frame.hidden[:n], selected=self._selected[:n], n_selected=self._n_selected[:n],
-        )  # fmt: skip
-        self._run = StepRun(plan, rows)
+        self._rows.set_rows(n, frame.position, frame.seq, frame.block_table[: plan.n_sequences], frame.hidden)
+        self._run = StepRun(plan)
         try:
             with self._timer.stage(Stage.EMBED):
                 self._embed(frame, plan.n_rows, self._x)
@@ -152,8 +150,8 @@ class AttentionService(Service):
         while run.layer < spec.n_layers:
             layer = run.layer
             with self._timer.stage(Stage.ATTENTION, layer):
-                run.rows.kv, run.rows.index_k = self._caches[layer]
-                attn_forward(self._pool, self._weights.layers[layer], run.rows)
+                self._rows.kv, self._rows.index_k = self._caches[layer]
+                attn_forward(self._pool, self._weights.layers[layer], self._rows)
             ffn = self._weights.dense_ffn.get(layer)
             if ffn is None:
                 run.is_waiting = True

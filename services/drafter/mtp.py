@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from native.attention import attn_forward, attn_step
+from native.attention import AttnStep, attn_forward
 from native.kernels import linear, rmsnorm
-from native.library import Pool, address
+from native.library import Pool
 from shared.container.format import owner_of
 from shared.container.reader import Container
 from shared.kv_layout import kv_layout
@@ -39,14 +39,13 @@ class MtpLayer:
         self.hidden = np.empty((max_rows, spec.hidden), np.float32)
         self._pair = np.empty((max_rows, 2 * spec.hidden), np.float32)
         self._half = np.empty((max_rows, spec.hidden), np.float32)
-        self._selected = np.empty((max_rows, max(1, spec.index_topk)), np.int32)
-        self._n_selected = np.full(max_rows, -1, np.int32)
         at = kv_layout(spec, (spec.mtp_index_kind,), kv_dtype, n_blocks).layers[0]
-        kv = address(np.frombuffer(kv_buf, np.uint8))  # type: ignore[call-overload]
-        self._kv = kv + at.latent_offset
-        self._index_k = None if at.index_offset is None else kv + at.index_offset
-        self._kv_dtype = kv_dtype
-        self._n_blocks = n_blocks
+        kv = np.frombuffer(kv_buf, np.uint8)  # type: ignore[call-overload]
+        self._rows = AttnStep(
+            kv=kv[at.latent_offset :], index_k=None if at.index_offset is None else kv[at.index_offset :],
+            kv_format=kv_dtype, n_blocks=n_blocks, x=self.x,
+            selected=np.empty((max_rows, max(1, spec.index_topk)), np.int32), n_selected=np.full(max_rows, -1, np.int32),
+        )  # fmt: skip
 
     def attend(self, embedded: F32, final: F32, position: NDArray[np.int32], seq: NDArray[np.int32],
                block_table: NDArray[np.int32]) -> None:  # fmt: skip
@@ -58,12 +57,8 @@ class MtpLayer:
         rmsnorm(self._pool, final, self._hnorm, eps, half)
         pair[:, d:] = half
         linear(self._pool, self._eh_proj, pair, self.x[:n])
-        step = attn_step(
-            position=position, seq=seq, block_table=block_table, n_blocks=self._n_blocks, kv=self._kv,
-            index_k=self._index_k, kv_format=self._kv_dtype, x=self.x[:n], hidden=self.hidden[:n],
-            selected=self._selected[:n], n_selected=self._n_selected[:n],
-        )  # fmt: skip
-        attn_forward(self._pool, self._layer, step)
+        self._rows.set_rows(n, position, seq, block_table, self.hidden)
+        attn_forward(self._pool, self._layer, self._rows)
 
     def finish(self, rows: NDArray[np.int32], mixed: F32, out: F32) -> None:
         """x of ``rows`` plus mixed f32[n, D], normed into out f32[n, D]: what the head reads and the next draft is fed."""
