@@ -1,0 +1,649 @@
+"""The gateway as a real process, with a made-up router on the other end of the real bus."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+
+from shared.bus import Bus, ControlServer
+from shared.config import GroupConfig, freeze
+from shared.endpoints import Endpoints
+from shared.messages import control
+from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenLogprob, TokenOut
+from shared.messages.router import Abort, Submit
+
+ROOT = Path(__file__).resolve().parents[2]
+_incarnations = itertools.count(1)
+
+
+class FakeRouter:
+    """Answers like a router. The text of the prompt says what to do: ``say X`` (one token a character), ``slow X`` (one every
+    20 ms), ``hang``, ``wait`` (accepted by ``release``), ``fail``, ``long``, ``full``."""
+
+    def __init__(self, endpoints: Endpoints, *, is_ready: bool = True) -> None:
+        self.incarnation = next(_incarnations)
+        self.submits: list[Submit] = []
+        self.aborts: list[Abort] = []
+        self.said: list[Any] = []
+        self.is_ready = is_ready
+        self.is_mute = False
+        self.die_after: int | None = None
+        self._endpoints = endpoints
+        self._waiting: list[Submit] = []
+        self._later: list[tuple[float, Callable[[], None]]] = []
+        self._stop = threading.Event()
+        self._drain: control.Drain | None = None
+        self._born = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._born.wait(5)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(5)
+        assert not self._thread.is_alive()
+
+    def release(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._later.extend((0.0, lambda s=submit: self._answer(s, "released", 0.0)) for submit in waiting)
+
+    def drain_gateway(self, deadline_s: float) -> None:
+        self._drain = control.Drain("test", deadline_s)
+
+    def _run(self) -> None:
+        bus = self._bus = Bus(self._endpoints, "router", self.incarnation, (Submit, Abort), peers=("gateway",))
+        server = ControlServer(self._endpoints, bus.context)
+        self._born.set()
+        gateway: bytes | None = None
+        next_state = 0.0
+        try:
+            while not self._stop.is_set():
+                now = time.monotonic()
+                if now >= next_state and not self.is_mute:
+                    services = (("router", "ready", os.getpid(), self.incarnation),)
+                    detail = "serving" if self.is_ready else "attention is loading layer 3"
+                    bus.send("gateway", GroupState(self.is_ready, detail, "fake", 100, 0, 0, self.incarnation, services))
+                    next_state = now + 0.05
+                for identity, msg in server.receive_all():
+                    self.said.append(msg)
+                    gateway = identity
+                if gateway is None and not self.is_mute:
+                    pass
+                if self._drain is not None and gateway is not None:
+                    server.send(gateway, self._drain)
+                    self._drain = None
+                due = [action for at, action in self._later if at <= now]
+                self._later = [(at, action) for at, action in self._later if at > now]
+                for action in due:
+                    action()
+                for received in bus.poll(2):
+                    self._handle(received.msg)
+        finally:
+            bus.close(50)
+
+    def _handle(self, msg: Any) -> None:
+        if isinstance(msg, Abort):
+            self.aborts.append(msg)
+            self._later = [(at, action) for at, action in self._later if getattr(action, "request", None) != msg.request]
+            return
+        self.submits.append(msg)
+        if msg.messages_json is not None:
+            prompt = json.loads(msg.messages_json)[-1]["content"]
+        else:
+            prompt = msg.prompt if msg.prompt is not None else "say ids"
+        verb, _, text = prompt.partition(" ")
+        if verb == "long":
+            message = "the prompt has 200 tokens but the context holds 100"
+            self._send(RequestRefused(msg.request, 400, "context_length_exceeded", message, "messages"))
+        elif verb == "full":
+            self._send(RequestRefused(msg.request, 429, "queue_full", "2 requests wait already"))
+        elif verb == "wait":
+            self._waiting.append(msg)
+        elif verb == "hang":
+            self._send(RequestAccepted(msg.request, 3, 50))
+        elif verb == "fail":
+            self._send(RequestAccepted(msg.request, 3, 50))
+            self._send(TokenOut(msg.request, 0, (1,), "half "))
+            self._send(RequestDone(msg.request, "error", 3, 1, error_code="non_finite", error="layer 3, expert 17: NaN"))
+        else:
+            self._answer(msg, text, 0.02 if verb == "slow" else 0.0)
+
+    def _answer(self, submit: Submit, text: str, delay_s: float) -> None:
+        limit = min(submit.max_tokens or 97, 97)
+        ids = submit.prompt_ids or tuple(range(3))
+        self._send(RequestAccepted(submit.request, len(ids), limit, ids if submit.want_prompt_ids else ()))
+        n = len(submit.resume_ids)
+        assert submit.resume_ids == tuple(map(ord, text[:n]))
+        assert submit.resume_chars == n
+        steps: list[Any] = []
+        for index, char in enumerate(text[:limit]):
+            if index < n:
+                continue
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if submit.n_logprobs is not None:
+                piece = char.encode()
+                top = tuple((ord(char) + k, -0.1 - k, piece if not k else b"?") for k in range(submit.n_logprobs))
+                logprobs = (TokenLogprob(ord(char), -0.1, piece, top),)
+            steps.append(TokenOut(submit.request, index, (ord(char),), char, logprobs))
+        reason = "length" if len(text) > limit else "stop"
+        steps.append(RequestDone(submit.request, reason, len(ids), min(len(text), limit), n_draft=4, n_accepted=3))
+        for k, step in enumerate(steps):
+            if self.die_after is not None and k >= self.die_after:
+                return
+            if not delay_s:
+                self._send(step)
+                continue
+
+            class Later:
+                request = submit.request
+
+                def __call__(self, step: Any = step) -> None:
+                    send(step)
+
+            send = self._send
+            self._later.append((time.monotonic() + delay_s * (k + 1), Later()))
+
+    def _send(self, msg: Any) -> None:
+        deadline = time.monotonic() + 5
+        while not self._bus.send("gateway", msg):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+class GatewayProcess:
+    """``python -m services.gateway`` with its run directory."""
+
+    def __init__(self, run_dir: Path, port: int = 0, **fields: Any) -> None:
+        run_dir.mkdir(mode=0o700, exist_ok=True)
+        self.run_dir = run_dir
+        self.endpoints = Endpoints(run_dir, "gwtest")
+        self.endpoints.socket_dir.mkdir(mode=0o700, exist_ok=True)
+        values: dict[str, Any] = {
+            "run_id": "gwtest", "run_dir": str(run_dir), "model_dir": "", "host": "127.0.0.1", "port": port, "ram_bytes": 0,
+            "n_slots": 0, "slot_bytes": 0, "n_threads": 1, "kv_dtype": "f32", "prefill_chunk": 1, "pilot": "off", "n_drafts": 0,
+            "max_sequences": 1, "max_context": 100, "n_kv_blocks": 1, "n_frames": 1, "logit_rows": 1, "heartbeat_s": 0.1,
+        }  # fmt: skip
+        config = msgspec.convert(values | fields, GroupConfig)
+        freeze(config, run_dir / "group.json")
+        self.log_path = run_dir / "gateway.log"
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "services.gateway", "--config", str(run_dir / "group.json")],
+                cwd=ROOT, stdin=subprocess.PIPE, stderr=log, start_new_session=True,
+            )  # fmt: skip
+        self.url = ""
+
+    def wait_url(self) -> str:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            for line in self.log_path.read_text().splitlines():
+                if " service_ready " in line:
+                    self.url = line.partition("url=")[2].split()[0]
+                    return self.url
+            assert self.process.poll() is None, self.log_path.read_text()
+            time.sleep(0.02)
+        raise AssertionError("the gateway did not start: " + self.log_path.read_text())
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(10)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(tmp_path_factory.mktemp("gw") / "run")
+    process.wait_url()
+    yield process
+    process.close()
+    assert "Traceback" not in process.log_path.read_text()
+
+
+@pytest.fixture
+def router(gateway: GatewayProcess) -> Iterator[FakeRouter]:
+    fake = FakeRouter(gateway.endpoints)
+    await_ready(gateway, fake)
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess, router: FakeRouter) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=gateway.url, timeout=20) as http:
+        yield http
+
+
+def await_ready(gateway: GatewayProcess, router: FakeRouter) -> None:
+    def is_there() -> bool:
+        body = httpx2.get(gateway.url + "/health/ready").json()
+        return body["is_ready"] and body["services"][0]["incarnation"] == router.incarnation
+
+    wait_for(is_there, "the gateway to see the router")
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"waited {timeout_s} s for {what}")
+
+
+def chat(text: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **fields}
+
+
+def events_of(text: str) -> list[Any]:
+    """The data of an event stream: parsed JSON, or the string [DONE]."""
+    out = []
+    for block in text.split("\n\n"):
+        for line in block.splitlines():
+            if line.startswith("data: "):
+                data = line.removeprefix("data: ")
+                out.append(data if data == "[DONE]" else json.loads(data))
+            else:
+                assert line.startswith(":")
+    return out
+
+
+def stream_chat(client: httpx2.Client, text: str, **fields: Any) -> list[Any]:
+    response = client.post("/v1/chat/completions", json=chat(text, stream=True, **fields))
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return events_of(response.text)
+
+
+# ---- answers
+
+
+def test_chat_whole_and_streamed_are_equal(client: httpx2.Client, router: FakeRouter) -> None:
+    whole = client.post("/v1/chat/completions", json=chat("say héllo 🙂", seed=5)).json()
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": "héllo 🙂", "refusal": None}
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
+    assert (whole["model"], whole["seed"], whole["max_tokens"]) == ("fake", 5, 97)
+    assert whole["drafts"] == {"proposed": 4, "accepted": 3}
+
+    *chunks, end = stream_chat(client, "say héllo 🙂", seed=5)
+    assert end == "[DONE]"
+    assert len({(chunk["id"], chunk["model"], chunk["created"], chunk["object"]) for chunk in chunks}) == 1
+    assert [chunk["choices"][0]["delta"].get("role") for chunk in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "héllo 🙂"
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert all("usage" not in chunk for chunk in chunks)
+    assert not router.aborts
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_chunk(client: httpx2.Client, route: str) -> None:
+    body = chat("say abc") if "chat" in route else {"prompt": "say abc"}
+    whole = client.post(route, json=body).json()
+    text = client.post(route, json=body | {"stream": True, "stream_options": {"include_usage": True}}).text
+    *chunks, usage, end = events_of(text)
+    assert end == "[DONE]"
+    assert usage["choices"] == []
+    assert usage["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks)
+
+
+def test_completion_with_ids_in_and_out(client: httpx2.Client, router: FakeRouter) -> None:
+    body = {"prompt": [7, 8, 9, 10], "return_token_ids": True, "ignore_eos": True, "max_tokens": 2, "temperature": 0}
+    whole = client.post("/v1/completions", json=body).json()
+    choice = whole["choices"][0]
+    assert (choice["text"], choice["token_ids"], choice["prompt_token_ids"]) == ("id", [105, 100], [7, 8, 9, 10])
+    assert (choice["finish_reason"], whole["object"]) == ("length", "text_completion")
+    submit = router.submits[-1]
+    assert (submit.prompt_ids, submit.ignore_eos, submit.max_tokens) == ((7, 8, 9, 10), True, 2)
+    assert submit.sampling.temperature == 0
+    *chunks, _ = events_of(client.post("/v1/completions", json=body | {"stream": True}).text)
+    assert chunks[0]["choices"][0]["prompt_token_ids"] == [7, 8, 9, 10]
+    assert [t for chunk in chunks for t in chunk["choices"][0]["token_ids"]] == [105, 100]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "id"
+
+
+def test_logprobs_streamed_and_whole(client: httpx2.Client) -> None:
+    for alternatives in (0, 2):
+        fields = {"logprobs": True} | ({"top_logprobs": alternatives} if alternatives else {})
+        whole = client.post("/v1/chat/completions", json=chat("say né", **fields)).json()
+        rows = whole["choices"][0]["logprobs"]["content"]
+        assert bytes(byte for row in rows for byte in row["bytes"]).decode() == "né"
+        assert all(len(row["top_logprobs"]) == alternatives for row in rows)
+        *chunks, _ = stream_chat(client, "say né", **fields)
+        parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+        assert [row for part in parts if part for row in part["content"]] == rows
+
+
+def test_seeds_are_drawn_and_reported(client: httpx2.Client, router: FakeRouter) -> None:
+    seeds = [client.post("/v1/chat/completions", json=chat("say x")).json()["seed"] for _ in range(3)]
+    assert len(set(seeds)) == 3
+    assert [submit.sampling.seed for submit in router.submits] == seeds
+    (first, *_) = stream_chat(client, "say x", seed=seeds[0])
+    assert first["seed"] == seeds[0] == router.submits[-1].sampling.seed
+
+
+def test_many_at_once(gateway: GatewayProcess, router: FakeRouter) -> None:
+    def one(k: int) -> bool:
+        answer = httpx2.post(gateway.url + "/v1/chat/completions", json=chat(f"slow number {k}"), timeout=20).json()
+        return answer["choices"][0]["message"]["content"] == f"number {k}"
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(one, range(16)))
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_come_before_any_stream_header(client: httpx2.Client, stream: bool) -> None:
+    response = client.post("/v1/chat/completions", json=chat("long", stream=stream))
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+    assert "200" in error["message"]
+    assert "100" in error["message"]
+    response = client.post("/v1/chat/completions", json=chat("full", stream=stream))
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+    assert response.json()["error"]["type"] == "rate_limit_error"
+    assert client.post("/v1/chat/completions", json=chat("say ok", stream=stream)).status_code == 200
+
+
+def test_refused_fields_never_reach_the_router(client: httpx2.Client, router: FakeRouter) -> None:
+    for field, value in {"n": 3, "stop": "", "max_tokens": 0, "logit_bias": {"1": 5}, "temperature": "hot"}.items():
+        response = client.post("/v1/chat/completions", json=chat("say x", **{field: value}))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+    response = client.post("/v1/chat/completions", json=chat("say x", model="gpt-17"))
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    assert not router.submits
+    response = client.post("/v1/chat/completions", json=chat("say x", model="fake", tempo=3))
+    assert response.status_code == 200
+    assert response.headers["x-ignored-fields"] == "tempo"
+
+
+def test_hostile_bodies(client: httpx2.Client, router: FakeRouter) -> None:
+    headers = {"content-type": "application/json"}
+    for body in (b"", b"[" * 100_000, b'{"messages":[{"role":"user","content":"\\ud800"}]}', b"\xff" * 1000, b"[1]"):
+        response = client.post("/v1/chat/completions", content=body, headers=headers)
+        assert response.status_code == 400
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    assert not router.submits
+    assert client.post("/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
+    big = client.post("/v1/chat/completions", content=b" " * (17 << 20), headers=headers)
+    assert (big.status_code, big.json()["error"]["code"]) == (413, "body_too_large")
+    assert client.post("/v1/chat/completions", json=chat("say \x00" + "y" * 1_000_000)).status_code == 200
+
+
+def test_wrong_content_length_hurts_nobody(gateway: GatewayProcess, client: httpx2.Client) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %s\r\n\r\n{}"
+    for length in (b"1000", b"-5", b"x", b"99999999999999999999"):
+        with socket.create_connection((host, int(port)), timeout=5) as raw:
+            raw.sendall(head % length)
+            if length != b"1000":
+                assert raw.recv(64).startswith(b"HTTP/1.1 4")
+    assert client.post("/v1/chat/completions", json=chat("say ok")).status_code == 200
+
+
+def test_unknown_paths_and_methods_answer_in_the_same_shape(client: httpx2.Client) -> None:
+    for response, status in ((client.get("/v2"), 404), (client.get("/v1/chat/completions"), 405), (client.post("/health"), 405)):
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+# ---- clients that leave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_aborted_at_once(gateway: GatewayProcess, router: FakeRouter, stream: bool) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    body = json.dumps(chat("hang", stream=stream)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=5) as raw:
+        raw.sendall(head.encode() + body)
+        wait_for(lambda: router.submits, "the submission")
+        time.sleep(0.05)
+        assert not router.aborts
+    began = time.monotonic()
+    abort = wait_for(lambda: router.aborts, "the abort")[0]
+    assert time.monotonic() - began < 1
+    assert (abort.request, abort.reason) == (router.submits[0].request, "client_gone")
+    assert httpx2.get(gateway.url + "/health").json()["n_open"] == 0
+
+
+def test_a_client_that_leaves_before_the_verdict(gateway: GatewayProcess, router: FakeRouter) -> None:
+    with pytest.raises(httpx2.TimeoutException):
+        httpx2.post(gateway.url + "/v1/chat/completions", json=chat("wait"), timeout=0.2)
+    wait_for(lambda: router.aborts, "the abort")
+
+
+def test_a_hundred_clients_that_leave_during_decode(gateway: GatewayProcess, router: FakeRouter) -> None:
+    for _ in range(100):
+        with httpx2.stream("POST", gateway.url + "/v1/chat/completions", json=chat("slow " + "x" * 90, stream=True)) as response:
+            next(response.iter_raw())
+    wait_for(lambda: len({abort.request for abort in router.aborts}) == 100, "all aborts")
+    assert httpx2.get(gateway.url + "/health").json()["n_open"] == 0
+
+
+# ---- failures
+
+
+def test_an_error_in_the_middle_has_no_end_marker(client: httpx2.Client) -> None:
+    events = stream_chat(client, "fail")
+    assert events[-1]["error"]["code"] == "non_finite"
+    assert "[DONE]" not in events
+    response = client.post("/v1/chat/completions", json=chat("fail"))
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "layer 3, expert 17: NaN"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("die_after", [0, 4])
+def test_an_answer_survives_its_router(gateway: GatewayProcess, stream: bool, die_after: int) -> None:
+    text = "the quick brown fox"
+    first = FakeRouter(gateway.endpoints)
+    first.die_after = die_after
+    second = None
+    try:
+        await_ready(gateway, first)
+        with ThreadPoolExecutor(1) as pool:
+            body = chat("say " + text, stream=stream, seed=3)
+            future = pool.submit(httpx2.post, gateway.url + "/v1/chat/completions", json=body, timeout=20)
+            wait_for(lambda: first.submits, "the submission")
+            time.sleep(0.1)
+            first.close()
+            time.sleep(0.2)
+            assert not future.done()
+            second = FakeRouter(gateway.endpoints)
+            response = future.result(20)
+        if stream:
+            *chunks, end = events_of(response.text)
+            assert end == "[DONE]"
+            assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
+            assert sum(chunk["choices"][0]["delta"].get("role") is not None for chunk in chunks) == 1
+        else:
+            assert response.json()["choices"][0]["message"]["content"] == text
+        (submit,) = second.submits
+        assert submit.resume_ids == tuple(map(ord, text[:die_after]))
+        assert submit.sampling.seed == 3
+        assert submit.request == first.submits[0].request
+    finally:
+        first.close()
+        if second is not None:
+            second.close()
+
+
+def test_readiness_follows_the_group(gateway: GatewayProcess) -> None:
+    router = FakeRouter(gateway.endpoints, is_ready=False)
+    try:
+        def incarnation_seen() -> bool:
+            services = httpx2.get(gateway.url + "/health").json()["services"]
+            return bool(services) and services[0]["incarnation"] == router.incarnation
+
+        wait_for(incarnation_seen, "the new router")
+        response = httpx2.get(gateway.url + "/health/ready")
+        assert response.status_code == 503
+        assert response.json()["detail"] == "attention is loading layer 3"
+        assert httpx2.get(gateway.url + "/health").status_code == 200
+        refused = httpx2.post(gateway.url + "/v1/chat/completions", json=chat("say x"))
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["detail"]["detail"] == "attention is loading layer 3"
+        router.is_ready = True
+        wait_for(lambda: httpx2.get(gateway.url + "/health/ready").status_code == 200, "readiness")
+        router.is_mute = True
+        wait_for(lambda: httpx2.get(gateway.url + "/health/ready").status_code == 503, "silence to be noticed")
+        assert "no word from the router" in httpx2.get(gateway.url + "/health").json()["detail"]
+    finally:
+        router.close()
+
+
+def test_health_is_fast_while_answers_run(gateway: GatewayProcess, router: FakeRouter) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        futures = [
+            pool.submit(httpx2.post, gateway.url + "/v1/chat/completions", json=chat("slow " + "x" * 40), timeout=20)
+            for _ in range(4)
+        ]
+        wait_for(lambda: len(router.submits) == 4, "the submissions")
+        with httpx2.Client(base_url=gateway.url) as http:
+            times = []
+            for _ in range(20):
+                began = time.monotonic()
+                assert http.get("/health").json()["n_open"] > 0
+                times.append(time.monotonic() - began)
+        assert sorted(times)[10] < 0.1
+        assert all(future.result().status_code == 200 for future in futures)
+
+
+def test_models(client: httpx2.Client) -> None:
+    (model,) = client.get("/v1/models").json()["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 100)
+    assert client.get("/v1/models/fake").json()["id"] == "fake"
+    assert client.get("/v1/models/other").status_code == 404
+
+
+def test_the_openai_client_works_unchanged(gateway: GatewayProcess, router: FakeRouter) -> None:
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "say hello"}], logprobs=True)
+    assert answer.choices[0].message.content == "hello"
+    assert answer.usage.total_tokens == 8
+    assert [row.token for row in answer.choices[0].logprobs.content] == list("hello")
+    chunks = list(
+        client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "say hello"}], stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hello"
+    assert chunks[-1].usage.completion_tokens == 5
+    assert client.completions.create(model="fake", prompt="say hi", logprobs=1).choices[0].text == "hi"
+    assert [model.id for model in client.models.list()] == ["fake"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "say x"}], n=2)
+    assert caught.value.param == "n"
+    with pytest.raises(openai.APIError):
+        list(client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "fail"}], stream=True))
+
+
+# ---- life
+
+
+def test_a_busy_port_is_a_sentence_and_exit_78(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = GatewayProcess(tmp_path / "run", port=taken.getsockname()[1])
+        assert process.process.wait(15) == 78
+    assert "in use" in process.log_path.read_text()
+    process.close()
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    process = GatewayProcess(tmp_path / "run")
+    process.wait_url()
+    assert process.process.stdin is not None
+    process.process.stdin.close()
+    assert process.process.wait(10) == 0
+
+
+def test_drain_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
+    process = GatewayProcess(tmp_path / "run")
+    process.wait_url()
+    router = FakeRouter(process.endpoints)
+    try:
+        await_ready(process, router)
+        with ThreadPoolExecutor(2) as pool:
+            body = chat("slow " + "y" * 40, stream=True)
+            future = pool.submit(httpx2.post, process.url + "/v1/chat/completions", json=body, timeout=20)
+            wait_for(lambda: router.submits, "the submission")
+            wait_for(lambda: any(isinstance(msg, control.Ready) for msg in router.said) or hello_again(router), "hello")
+            router.drain_gateway(10.0)
+            wait_for(lambda: httpx2.get(process.url + "/health/ready").status_code == 503, "draining")
+            refused = httpx2.post(process.url + "/v1/chat/completions", json=chat("say x"))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            *chunks, end = events_of(future.result(20).text)
+            assert end == "[DONE]"
+            assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "y" * 40
+        drained = wait_for(lambda: [m for m in router.said if isinstance(m, control.Drained)], "Drained")
+        assert drained[0].n_cut == 0
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(10) == 0
+    finally:
+        router.close()
+        process.close()
+
+
+def hello_again(router: FakeRouter) -> bool:
+    """A heartbeat came: the control plane knows the gateway."""
+    return any(isinstance(msg, control.Heartbeat) for msg in router.said)
+
+
+def test_the_deadline_of_a_drain_ends_streams_with_an_error(tmp_path: Path) -> None:
+    process = GatewayProcess(tmp_path / "run")
+    process.wait_url()
+    router = FakeRouter(process.endpoints)
+    try:
+        await_ready(process, router)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(httpx2.post, process.url + "/v1/chat/completions", json=chat("hang", stream=True), timeout=20)
+            wait_for(lambda: router.submits, "the submission")
+            wait_for(lambda: hello_again(router), "hello")
+            router.drain_gateway(0.2)
+            events = events_of(future.result(20).text)
+        assert events[-1]["error"]["code"] == "shutting_down"
+        assert [m.n_cut for m in router.said if isinstance(m, control.Drained)] == [1] or wait_for(
+            lambda: [m.n_cut for m in router.said if isinstance(m, control.Drained)] == [1], "Drained"
+        )
+        assert router.aborts[0].reason == "shutting_down"
+    finally:
+        router.close()
+        process.close()
+
+
+def test_sigterm_ends_streams_quickly(tmp_path: Path) -> None:
+    process = GatewayProcess(tmp_path / "run")
+    process.wait_url()
+    router = FakeRouter(process.endpoints)
+    try:
+        await_ready(process, router)
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(httpx2.post, process.url + "/v1/chat/completions", json=chat("hang", stream=True), timeout=20)
+            wait_for(lambda: router.submits, "the submission")
+            process.process.send_signal(signal.SIGTERM)
+            assert process.process.wait(10) == 0
+            assert events_of(future.result(20).text)[-1]["error"]["code"] == "shutting_down"
+    finally:
+        router.close()
+        process.close()
