@@ -1,0 +1,237 @@
+"""A slow and obvious forward pass over a container, in float64: what the kernels and the process group are compared with.
+
+It reads the packed tensors that the kernels read (absorbed attention from k_b and v_b, expert records), so agreement with
+the stored oracles proves the container's contents before any C code runs. No cache, no batching, one sequence. Activations
+are never quantised here: with q8 and q4 containers this is the exact result for the dequantised weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.container.pack import from_bf16, scale_bytes, unpack_matrix, weight_bytes
+from shared.container.reader import Container, Tensor, aligned_buffer
+from shared.model_spec import ModelSpec
+
+F64 = npt.NDArray[np.float64]
+
+
+class Weights:
+    """All tensors of a container as float64, dequantised on first use."""
+
+    def __init__(self, container: Container) -> None:
+        self._container = container
+        self._tensors = container.read_dense(lambda _: True, aligned_buffer)
+        self._cache: dict[Any, Any] = {}
+
+    def __getitem__(self, name: str) -> F64:
+        if name not in self._cache:
+            self._cache[name] = plain_values(self._tensors[name]).astype(np.float64)
+        found: F64 = self._cache[name]
+        return found
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def expert(self, layer: int, expert: int) -> tuple[F64, F64, F64]:
+        """(gate, up, down) of one routed expert, from its record."""
+        if (layer, expert) not in self._cache:
+            record = self._container.read_expert(layer, expert)
+            layout = self._container.experts[layer].layout
+            fmt, inner, hidden = layout.format, layout.inner, layout.hidden
+            sections = (
+                (layout.gate_w, layout.gate_s, inner, hidden),
+                (layout.up_w, layout.up_s, inner, hidden),
+                (layout.down_w, layout.down_s, hidden, inner),
+            )
+            matrices = []
+            for at, scale_at, out, in_ in sections:
+                weight = record[at : at + weight_bytes(fmt, out, in_)]
+                scale = None if scale_at is None else record[scale_at : scale_at + scale_bytes(fmt, out, in_)]
+                matrices.append(unpack_matrix(weight, scale, fmt, out, in_).astype(np.float64))
+            self._cache[layer, expert] = tuple(matrices)
+        found: tuple[F64, F64, F64] = self._cache[layer, expert]
+        return found
+
+
+def plain_values(tensor: Tensor) -> npt.NDArray[np.float32]:
+    """The dequantised values of a loaded tensor: f32 of its shape, with the stack in front when there is one."""
+    if tensor.kind == "vector":
+        return tensor.weight
+    if tensor.kind == "table":
+        if tensor.format == "bf16":
+            return from_bf16(tensor.weight)
+        return tensor.weight if tensor.scale is None else tensor.weight.astype(np.float32) * tensor.scale[:, None]
+    out, in_ = tensor.shape
+    n_weight, n_scale = weight_bytes(tensor.format, out, in_), scale_bytes(tensor.format, out, in_)
+    matrices = []
+    for i in range(tensor.stack):
+        scale = None if tensor.scale is None else tensor.scale[i * n_scale : (i + 1) * n_scale]
+        matrices.append(unpack_matrix(tensor.weight[i * n_weight : (i + 1) * n_weight], scale, tensor.format, out, in_))
+    return np.stack(matrices) if tensor.name.endswith(("k_b.weight", "v_b.weight")) else matrices[0]
+
+
+def _rms_norm(x: F64, w: F64, eps: float) -> F64:
+    return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * w
+
+
+def _silu(x: F64) -> F64:
+    return x / (1.0 + np.exp(-x))
+
+
+class Reference:
+    """The model of a container. Rows are the positions 0 .. S-1 of one sequence."""
+
+    def __init__(self, path: Path | str, latent_eps: float | None = None) -> None:
+        self.container = Container.open(path)
+        self.spec: ModelSpec = self.container.spec
+        self.w = Weights(self.container)
+        self.latent_eps = self.spec.latent_eps if latent_eps is None else latent_eps
+
+    # ---- whole passes ----
+
+    def forward(self, ids: Sequence[int]) -> tuple[F64, F64]:
+        """(logits [S, V], hidden [S, D] after the final norm)."""
+        x = self.w["model.embed_tokens.weight"][list(ids)]
+        selection: list[npt.NDArray[np.int64]] | None = None
+        for layer in range(self.spec.n_layers):
+            x, selection = self.layer(layer, x, selection)
+        hidden = _rms_norm(x, self.w["model.norm.weight"], self.spec.rms_eps)
+        return hidden @ self.w["lm_head.weight"].T, hidden
+
+    def greedy(self, prompt: Sequence[int], n: int) -> tuple[list[int], F64]:
+        """The n arg max tokens that follow, and the logits each was taken from."""
+        ids, rows = list(prompt), []
+        for _ in range(n):
+            logits = self.forward(ids)[0][-1]
+            rows.append(logits)
+            ids.append(int(logits.argmax()))
+        return ids[len(prompt) :], np.stack(rows)
+
+    def draft(self, next_ids: Sequence[int], hidden: F64) -> tuple[F64, F64]:
+        """One MTP pass: next_ids[i] follows position i, whose hidden state is given. (logits, hidden out)."""
+        layer, eps = self.spec.mtp_layer, self.spec.rms_eps
+        prefix = f"model.layers.{layer}."
+        e = _rms_norm(self.w["model.embed_tokens.weight"][list(next_ids)], self.w[prefix + "enorm.weight"], eps)
+        h = _rms_norm(hidden, self.w[prefix + "hnorm.weight"], eps)
+        x = np.concatenate([e, h], axis=1) @ self.w[prefix + "eh_proj.weight"].T
+        x, _ = self.layer(layer, x, None)
+        out = _rms_norm(x, self.w[prefix + "shared_head.norm.weight"], eps)
+        return out @ self.w["lm_head.weight"].T, out
+
+    def draft_chain(self, next_ids: Sequence[int], hidden: F64, n: int) -> list[int]:
+        """n drafted tokens, each fed back with the state that drafted it."""
+        ids, tokens = list(next_ids), []
+        for _ in range(n):
+            logits, out = self.draft(ids, hidden)
+            tokens.append(int(logits[-1].argmax()))
+            ids.append(tokens[-1])
+            hidden = np.concatenate([hidden, out[-1:]])
+        return tokens
+
+    # ---- one layer ----
+
+    def layer(
+        self, layer: int, x: F64, selection: list[npt.NDArray[np.int64]] | None
+    ) -> tuple[F64, list[npt.NDArray[np.int64]] | None]:
+        """(residual stream after the layer, key positions of each row for the shared layers that follow)."""
+        prefix, spec = f"model.layers.{layer}.", self.spec
+        h = _rms_norm(x, self.w[prefix + "input_layernorm.weight"], spec.rms_eps)
+        attended, selection = self._attention(layer, h, selection)
+        x = x + attended
+        h = _rms_norm(x, self.w[prefix + "post_attention_layernorm.weight"], spec.rms_eps)
+        if spec.layer_kind(layer) == "dense":
+            return x + self._ffn(prefix + "mlp.", h), selection
+        return x + self._experts(layer, h), selection
+
+    def _attention(
+        self, layer: int, h: F64, selection: list[npt.NDArray[np.int64]] | None
+    ) -> tuple[F64, list[npt.NDArray[np.int64]] | None]:
+        spec, p = self.spec, f"model.layers.{layer}.self_attn."
+        n_rows, rank = len(h), spec.kv_lora_rank
+        if spec.q_lora_rank is None:
+            q_latent, q = h, h @ self.w[p + "q_proj.weight"].T
+        else:
+            q_latent = _rms_norm(h @ self.w[p + "q_a_proj.weight"].T, self.w[p + "q_a_layernorm.weight"], self.latent_eps)
+            q = q_latent @ self.w[p + "q_b_proj.weight"].T
+        q = q.reshape(n_rows, spec.n_heads, spec.qk_head)
+        kv = h @ self.w[p + "kv_a_proj_with_mqa.weight"].T
+        latent = _rms_norm(kv[:, :rank], self.w[p + "kv_a_layernorm.weight"], self.latent_eps)
+        key_rope = self._rope(kv[:, None, rank:], spec.rope_interleave)[:, 0]
+        query_rope = self._rope(q[..., spec.qk_nope :], spec.rope_interleave)
+        folded = np.einsum("hrn,thn->thr", self.w[p + "k_b.weight"], q[..., : spec.qk_nope])
+        if spec.index_kind(layer) == "full":
+            selection = self._select(p + "indexer.", h, q_latent)
+        heads = np.empty((n_rows, spec.n_heads, spec.v_head))
+        for row in range(n_rows):
+            keys = np.arange(row + 1) if selection is None else selection[row]
+            scores = (folded[row] @ latent[keys].T + query_rope[row] @ key_rope[keys].T) * spec.softmax_scale
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            heads[row] = np.einsum("hvr,hr->hv", self.w[p + "v_b.weight"], weights @ latent[keys])
+        return heads.reshape(n_rows, -1) @ self.w[p + "o_proj.weight"].T, selection
+
+    def _rope(self, x: F64, interleaved: bool) -> F64:
+        """x [S, heads, rope] turned by its row's position; interleaved pairs come back de-interleaved."""
+        half = x.shape[-1] // 2
+        u, v = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+        angle = np.arange(len(x))[:, None, None] * np.array(self.spec.inv_freq())
+        cos, sin = np.cos(angle) * self.spec.rope_amplitude, np.sin(angle) * self.spec.rope_amplitude
+        return np.concatenate([u * cos - v * sin, v * cos + u * sin], axis=-1)
+
+    def _select(self, p: str, h: F64, q_latent: F64) -> list[npt.NDArray[np.int64]]:
+        """For each row the positions its attention may see, ascending: the best index_topk of those up to its own."""
+        spec, n_rows = self.spec, len(h)
+        queries = (q_latent @ self.w[p + "wq_b.weight"].T).reshape(n_rows, spec.index_heads, spec.index_dim)
+        keys = h @ self.w[p + "wk.weight"].T
+        keys = keys - keys.mean(axis=1, keepdims=True)
+        keys = keys / np.sqrt(np.mean(keys**2, axis=1, keepdims=True) + 1e-6)
+        keys = keys * self.w[p + "k_norm.weight"] + self.w[p + "k_norm.bias"]
+        rope, inter = spec.qk_rope, spec.index_rope_interleave
+        queries = np.concatenate([self._rope(queries[..., :rope], inter), queries[..., rope:]], axis=-1)
+        keys = np.concatenate([self._rope(keys[:, None, :rope], inter)[:, 0], keys[:, rope:]], axis=-1)
+        gains = h @ self.w[p + "weights_proj.weight"].T * (spec.index_heads * spec.index_dim) ** -0.5
+        result = []
+        for row in range(n_rows):
+            score = gains[row] @ np.maximum(queries[row] @ keys[: row + 1].T, 0.0)
+            best = np.argsort(-score, kind="stable")[: spec.index_topk]
+            result.append(np.sort(best))
+        return result
+
+    def _ffn(self, p: str, h: F64) -> F64:
+        w = self.w
+        return (_silu(h @ w[p + "gate_proj.weight"].T) * (h @ w[p + "up_proj.weight"].T)) @ w[p + "down_proj.weight"].T
+
+    def _experts(self, layer: int, h: F64) -> F64:
+        p = f"model.layers.{layer}.mlp."
+        out = self._ffn(p + "shared_experts.", h)
+        for row, (ids, weights) in enumerate(self.route(layer, h)):
+            for expert, weight in zip(ids, weights):
+                gate, up, down = self.w.expert(layer, int(expert))
+                out[row] += weight * (down @ (_silu(gate @ h[row]) * (up @ h[row])))
+        return out
+
+    def route(self, layer: int, h: F64) -> list[tuple[npt.NDArray[np.int64], F64]]:
+        """(expert ids ascending, their weights) for each row."""
+        spec, p = self.spec, f"model.layers.{layer}.mlp.gate."
+        score = 1.0 / (1.0 + np.exp(-(h @ self.w[p + "weight"].T)))
+        choice = score + self.w[p + "e_score_correction_bias"]
+        result = []
+        for row in range(len(h)):
+            chosen = choice[row].copy()
+            if spec.n_group > 1:
+                groups = chosen.reshape(spec.n_group, -1)
+                worth = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
+                losers = np.argsort(-worth, kind="stable")[spec.topk_group :]
+                groups[losers] = -np.inf
+            ids = np.sort(np.argsort(-chosen, kind="stable")[: spec.gate_k])
+            weights = score[row][ids]
+            if spec.norm_topk:
+                weights = weights / (weights.sum() + 1e-20)
+            result.append((ids, weights * spec.routed_scaling))
+        return result
