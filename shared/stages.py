@@ -196,6 +196,7 @@ class TraceRing:
     """
 
     HEAD_BYTES = 64
+    ROW_BYTES = 48
 
     def __init__(self, buf: Any) -> None:
         import numpy as np

@@ -1,0 +1,133 @@
+"""The process that keeps a group alive: supervisor, plus what must happen when the group ends, however it ends.
+
+``python -m deploy.keeper RUN_DIR`` is started by colibri-up, holds the run's lock through an inherited descriptor, runs
+supervisor in its own process and at last removes segments and sockets. It ends when told to (SIGTERM) and when its
+stdin closes: that is how it learns of colibri-up's death. A line written to stdin before it closes means: go on alone.
+
+``processes.json`` in the run directory always says which process serves what; it is the truth about pids.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from supervisor import events
+from supervisor.medusa import asyncore_25
+from supervisor.options import ServerOptions
+from supervisor.states import ProcessStates, SupervisorStates, getProcessStateDescription
+from supervisor.supervisord import Supervisor
+
+from deploy.rundir import PROCESSES_NAME, SUPERVISOR_CONF_NAME, clean_run, write_json
+from shared.config import FROZEN_NAME, load_frozen
+from shared.segments import add_owner, process_start
+
+_HAS_PROCESS = (ProcessStates.STARTING, ProcessStates.RUNNING, ProcessStates.STOPPING)
+
+
+class _Descriptor:
+    """A descriptor in supervisor's poll loop."""
+
+    def __init__(self, fd: int, on_read: Any) -> None:
+        self.fd = fd
+        self._on_read = on_read
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def handle_read_event(self) -> None:
+        self._on_read()
+
+    def handle_error(self) -> None:
+        raise
+
+
+class Keeper(Supervisor):  # type: ignore[misc]
+    """Supervisor that notices signals and ended children at once, follows its parent and writes down who runs."""
+
+    def __init__(self, options: ServerOptions, run_dir: Path) -> None:
+        super().__init__(options)
+        self._run_dir = run_dir
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._extra = {self._wake_read: _Descriptor(self._wake_read, self._on_wake), 0: _Descriptor(0, self._on_parent)}
+        self._services: dict[str, dict[str, Any]] = {}
+
+    def runforever(self) -> None:
+        # Python retries an interrupted poll, so without this a signal would wait for the poll's timeout of a second.
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        events.subscribe(events.ProcessStateEvent, self._on_state)
+        super().runforever()
+
+    def get_process_map(self) -> dict[int, Any]:
+        return {**super().get_process_map(), **self._extra}
+
+    def _on_wake(self) -> None:
+        os.read(self._wake_read, 512)
+
+    def _on_parent(self) -> None:
+        if not os.read(0, 64):
+            self.options.logger.warn("colibri-up is gone: stopping")
+            self.options.mood = SupervisorStates.SHUTDOWN
+        del self._extra[0]
+        self.options.poller.unregister_readable(0)
+
+    def _on_state(self, event: events.ProcessStateEvent) -> None:
+        process = event.process
+        entry = self._services.setdefault(process.config.name, {"n_starts": 0})
+        entry["state"] = getProcessStateDescription(process.state)
+        entry["pid"] = process.pid if process.state in _HAS_PROCESS else 0
+        entry["exit"] = process.exitstatus
+        if process.state == ProcessStates.STARTING:
+            entry["n_starts"] += 1
+        self._write()
+        if process.state in (ProcessStates.EXITED, ProcessStates.STOPPED):
+            os.write(
+                self._wake_write, b"!"
+            )  # the next round of the loop starts it again (or ends): now, not in a second
+
+    def add_pids(self) -> None:
+        """A pid is known only after the event of its start."""
+        is_new = False
+        for group in self.process_groups.values():
+            for process in group.processes.values():
+                entry = self._services.get(process.config.name)
+                if entry is not None and process.state in _HAS_PROCESS and entry["pid"] != process.pid:
+                    entry["pid"] = process.pid
+                    is_new = True
+        if is_new:
+            self._write()
+
+    def reap(self, once: bool = False, recursionguard: int = 0) -> None:
+        self.add_pids()
+        super().reap(once, recursionguard)
+
+    def _write(self) -> None:
+        pid = os.getpid()
+        write_json(self._run_dir / PROCESSES_NAME, {"keeper": [pid, process_start(pid)], "services": self._services})
+
+
+def main() -> None:
+    run_dir = Path(sys.argv[1])
+    run_id = load_frozen(run_dir / FROZEN_NAME).run_id
+    add_owner(run_id, os.getpid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        options = ServerOptions()
+        options.realize(["-c", str(run_dir / SUPERVISOR_CONF_NAME)], doc=__doc__)
+        options.first = True
+        options.test = False
+        Keeper(options, run_dir).main()
+    except asyncore_25.ExitNow:
+        pass
+    finally:
+        clean_run(run_dir, run_id)
+
+
+if __name__ == "__main__":
+    main()

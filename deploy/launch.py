@@ -1,0 +1,394 @@
+"""Starting, watching and stopping a group: plan, segments, keeper, readiness, drain. Prints nothing.
+
+Used by ``colibri-up`` and by commands that need a group for a while. Knows services by name only.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deploy import rundir
+from deploy.supervisor_conf import render, services_of
+from shared.config import FROZEN_NAME, GroupConfig, Settings, freeze
+from shared.endpoints import DRAFTER, Endpoints, default_run_dir
+from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
+from shared.lifecycle import read_last_words
+from shared.messages import control
+
+if TYPE_CHECKING:
+    from shared.ledger import Ledger
+    from shared.model_spec import ModelSpec
+
+EMBEDDED_MODEL = "fledgling"
+TRACE_ROWS = 1 << 16
+KEEPER_STOP_S = 12.0
+POLL_S = 0.05
+
+
+class StartFailed(ColibriError):
+    """A service failed before the group was ready; the text is that service's own last message."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Plan:
+    """What a start would do."""
+
+    config: GroupConfig
+    spec: ModelSpec
+    ledger: Ledger
+
+
+def run_dir_of(settings: Settings) -> Path:
+    """The run directory that was asked for, or the user's default one."""
+    return Path(settings.run_dir).expanduser().absolute() if settings.run_dir else default_run_dir()
+
+
+def model_dir_of(settings: Settings) -> Path:
+    """The model directory that was asked for, or the embedded model's."""
+    if settings.model:
+        path = Path(settings.model).expanduser().absolute()
+        if not path.is_dir():
+            raise ConfigError(f"model directory {path} does not exist")
+        return path
+    embedded = Path(str(resources.files("models"))) / EMBEDDED_MODEL
+    if not embedded.is_dir():
+        raise ConfigError(f"the embedded model is not at {embedded}; name a model directory: `colibri-up MODEL`")
+    return embedded
+
+
+def claim_port(host: str, port: int) -> int:
+    """Checks that ``port`` can be listened on before anything is loaded; 0 finds a free one. Raises ConfigError."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"host {host!r}: {error.strerror}") from None
+    with socket.socket(family, kind, proto) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            probe.listen(1)
+        except OSError as error:
+            reason = (
+                "is in use by another program"
+                if error.errno == errno.EADDRINUSE
+                else f"can't be used: {error.strerror}"
+            )
+            raise ConfigError(f"port {port} of {host} {reason}; choose another with --port") from None
+        return int(probe.getsockname()[1])
+
+
+def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
+    """Reads the model's description and shares out the memory. Raises ContainerError, CapacityError, ConfigError."""
+    from shared.container.reader import Container
+    from shared.ledger import make_ledger, probe_memory
+
+    model_dir = model_dir_of(settings)
+    container = Container.open(model_dir)
+    memory = probe_memory()
+    ledger = make_ledger(container.spec, container.facts(), settings, memory.available_bytes, memory.shm_bytes)
+    config = GroupConfig(
+        run_id=secrets.token_hex(4),
+        run_dir=str(run_dir),
+        model_dir=str(model_dir),
+        model_name=model_dir.name,
+        fingerprint=container.fingerprint,
+        host=settings.host,
+        port=port,
+        ram_bytes=ledger.budget_bytes,
+        n_slots=ledger.n_slots,
+        slot_bytes=ledger.slot_bytes,
+        n_threads=ledger.n_threads,
+        kv_dtype=settings.kv_dtype,
+        prefill_chunk=ledger.prefill_chunk,
+        pilot=settings.pilot,
+        n_drafts=ledger.n_drafts,
+        max_sequences=ledger.max_sequences,
+        max_context=ledger.max_context,
+        n_kv_blocks=ledger.n_kv_blocks,
+        n_frames=ledger.n_frames,
+        logit_rows=ledger.logit_rows,
+        record_logits=str(Path(settings.record_logits).expanduser().absolute()) if settings.record_logits else None,
+        heartbeat_s=settings.heartbeat_s,
+        drain_s=settings.drain_s,
+        stall_s=settings.stall_s,
+        direct_io=settings.direct_io,
+    )
+    return Plan(config, container.spec, ledger)
+
+
+def create_segments(plan: Plan) -> None:
+    """All named memory of the group. Raises CapacityError; what was created by then is removed by ``clean_run``."""
+    from shared import counters, segments
+    from shared.frame import frame_bytes, frame_dims
+    from shared.kv_layout import kv_layout
+    from shared.stages import TraceRing
+
+    config, spec = plan.config, plan.spec
+    sizes = {
+        segments.FRAMES: config.n_frames * frame_bytes(frame_dims(config, spec)),
+        segments.KV: kv_layout(spec, spec.index_kinds, config.kv_dtype, config.n_kv_blocks).total_bytes,
+        segments.TRACE: TraceRing.HEAD_BYTES + TRACE_ROWS * TraceRing.ROW_BYTES,
+        segments.COUNTERS: counters.SEGMENT_BYTES,
+    }
+    if config.n_drafts:
+        kinds = (spec.mtp_index_kind,)
+        sizes[segments.MTP_KV] = kv_layout(spec, kinds, config.kv_dtype, config.n_kv_blocks).total_bytes
+    for name, n_bytes in sizes.items():
+        segments.Segment.create(config.run_id, name, n_bytes).close()
+
+
+class GroupProcess:
+    """A started group, seen from the process that started it. ``stdin`` of the keeper ties its life to ours."""
+
+    def __init__(self, config: GroupConfig, lock_fd: int) -> None:
+        from shared.bus import ControlClient
+
+        self.config = config
+        self.run_dir = Path(config.run_dir)
+        self.services = services_of(config)
+        self.endpoints = Endpoints(self.run_dir, config.run_id)
+        self._log_path = self.run_dir / "log" / "keeper.log"
+        with self._log_path.open("ab") as log:
+            self.keeper = subprocess.Popen(
+                [sys.executable, "-m", "deploy.keeper", str(self.run_dir)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C and Ctrl-Z at the terminal are ours
+                pass_fds=(lock_fd,),
+            )
+        self._control = ControlClient(self.endpoints)
+
+    def status(self, timeout_s: float = 0.2) -> control.Status | None:
+        """The control plane's view, None while there is no router."""
+        return self._control.ask(control.StatusWanted(), control.Status, timeout_s)
+
+    def wait_ready(self) -> Iterator[control.Status | None]:
+        """Yields the control plane's view several times a second, last the one that is ready.
+
+        Raises StartFailed with the words of the service that failed.
+        """
+        while True:
+            self.check()
+            for service, entry in rundir.processes(self.run_dir).get("services", {}).items():
+                words = read_last_words(self.run_dir, service)
+                if words or entry.get("state") in ("BACKOFF", "EXITED", "FATAL"):
+                    raise self._start_failed(service, words)
+            status = self.status(POLL_S)
+            yield status
+            if status and status.is_ready:
+                return
+            time.sleep(POLL_S / 5)
+
+    def _start_failed(self, service: str, words: tuple[int, str] | None) -> StartFailed:
+        if words is None:  # it may be on its way
+            time.sleep(0.2)
+            words = read_last_words(self.run_dir, service)
+        if words:
+            return StartFailed(f"{service}: {words[1]}", words[0])
+        log = self.run_dir / "log" / f"{service}.log"
+        exit_code = rundir.processes(self.run_dir).get("services", {}).get(service, {}).get("exit")
+        code = EXIT_CONFIG if exit_code == EXIT_CONFIG else EXIT_FAULT
+        return StartFailed(f"{service} ended while starting. The end of {log}:\n{tail(log)}", code)
+
+    def check(self) -> None:
+        """Raises StartFailed when the keeper is gone, or a service that can't be missed was given up."""
+        code = self.keeper.poll()
+        if code is not None:
+            raise StartFailed(
+                f"supervisor ended (exit {code}). The end of {self._log_path}:\n{tail(self._log_path)}", EXIT_FAULT
+            )
+
+    def given_up(self) -> str | None:
+        """The sentence about a service that supervisor does not start any more, None when all is well."""
+        for service, entry in rundir.processes(self.run_dir).get("services", {}).items():
+            if service == DRAFTER or entry.get("state") not in ("FATAL", "EXITED"):
+                continue
+            if entry["state"] == "EXITED" and entry.get("exit") != EXIT_CONFIG:
+                continue  # about to be started again
+            words = read_last_words(self.run_dir, service)
+            return f"{service} failed for good: {words[1] if words else tail(self.run_dir / 'log' / f'{service}.log')}"
+        return None
+
+    def detach(self) -> None:
+        """The group lives on without us."""
+        assert self.keeper.stdin is not None
+        self.keeper.stdin.write(b"detach\n")
+        self.keeper.stdin.close()
+        self._control.close(0)
+
+    def drain(self, reason: str, is_urgent: Callable[[], bool]) -> int | None:
+        """Lets running requests finish. Returns how many were cut, None when nobody answered or it became urgent."""
+        return drain(self._control, self.config, reason, is_urgent)
+
+    def stop(self) -> None:
+        """Ends the keeper (and so all services), waits, kills what remains, removes what must not remain."""
+        stop_keeper(self.keeper.pid, lambda: self.keeper.poll() is not None)
+        self._control.close(0)
+        wait_services_gone(self.run_dir)
+        rundir.clean_run(self.run_dir, self.config.run_id)
+
+
+def start(plan: Plan, lock_fd: int) -> GroupProcess:
+    """Creates segments and files, starts the keeper. Whatever fails, nothing is left behind."""
+    from shared.segments import add_owner
+
+    config = plan.config
+    run_dir = Path(config.run_dir)
+    try:
+        add_owner(config.run_id, os.getpid())
+        create_segments(plan)
+        for directory in (run_dir / "log", Endpoints(run_dir, config.run_id).socket_dir):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        (run_dir / rundir.SUPERVISOR_CONF_NAME).write_text(render(config))
+        freeze(config, run_dir / FROZEN_NAME)
+        url = f"http://{config.host}:{config.port}"
+        rundir.describe_lock(lock_fd, pid=os.getpid(), url=url, run_id=config.run_id)
+        return GroupProcess(config, lock_fd)
+    except BaseException:
+        rundir.clean_run(run_dir, config.run_id)
+        raise
+
+
+def drain(client: Any, config: GroupConfig, reason: str, is_urgent: Callable[[], bool]) -> int | None:
+    """Asks the group to finish; see ``GroupProcess.drain``."""
+    deadline = time.monotonic() + 1.0
+    while not client.send(control.Drain(reason, config.drain_s)):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.01)
+    deadline = time.monotonic() + config.drain_s + 3.0
+    while time.monotonic() < deadline and not is_urgent():
+        if client.socket.poll(50):
+            for msg in client.receive_all():
+                if isinstance(msg, control.Drained):
+                    return int(msg.n_cut)
+    return None
+
+
+def stop_keeper(pid: int, is_gone: Callable[[], bool]) -> None:
+    """SIGTERM, most of the allowance, SIGKILL."""
+    import signal
+
+    for sig, wait_s in ((signal.SIGTERM, KEEPER_STOP_S), (signal.SIGKILL, 2.0)):
+        if is_gone():
+            return
+        try:
+            os.kill(pid, sig)
+        except ProcessLookupError:
+            return
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and not is_gone():
+            time.sleep(0.01)
+
+
+def wait_services_gone(run_dir: Path, timeout_s: float = 5.0) -> None:
+    """After a keeper that died hard: its services notice by their stdin; wait for that, then kill."""
+    import signal
+
+    pids = [int(entry["pid"]) for entry in rundir.processes(run_dir).get("services", {}).values() if entry.get("pid")]
+    deadline = time.monotonic() + timeout_s
+    while left := [pid for pid in pids if _is_service(pid)]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.02)
+
+
+def _is_service(pid: int) -> bool:
+    try:
+        return b"services." in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def tail(path: Path, n_lines: int = 12) -> str:
+    """The last lines of a log."""
+    try:
+        return "\n".join(path.read_text(errors="replace").splitlines()[-n_lines:])
+    except OSError:
+        return "(no log)"
+
+
+def describe(run_dir: Path) -> dict[str, Any]:
+    """All that is known about the group in ``run_dir``: for ``--status``. Raises ConfigError when none runs."""
+    from shared.bus import ControlClient
+
+    config = rundir.running_config(run_dir)
+    client = ControlClient(Endpoints(run_dir, config.run_id))
+    status = client.ask(control.StatusWanted(), control.Status, 1.0)
+    client.close(0)
+    heard = {s.service: s for s in status.services} if status else {}
+    found = rundir.processes(run_dir)
+    services = []
+    for name in services_of(config):
+        entry = found.get("services", {}).get(name, {})
+        seen = heard.get(name)
+        is_same = seen is not None and seen.pid == entry.get("pid")
+        services.append(
+            {
+                "name": name,
+                "pid": entry.get("pid", 0),
+                "state": seen.state if seen is not None and is_same else ("starting" if entry.get("pid") else "absent"),
+                "incarnation": seen.incarnation if seen is not None and is_same else entry.get("n_starts", 0),
+                "stage": seen.stage if seen is not None and is_same else "",
+                "heartbeat_age_s": seen.heartbeat_age_s if seen is not None and is_same else None,
+                "facts": dict(seen.facts) if seen is not None and is_same else {},
+            }
+        )
+    return {
+        "run_dir": str(run_dir),
+        "run_id": config.run_id,
+        "url": f"http://{config.host}:{config.port}",
+        "model": config.model_name,
+        "model_dir": config.model_dir,
+        "ready": bool(status and status.is_ready),
+        "detail": status.detail if status else "the router does not answer",
+        "n_running": status.n_running if status else 0,
+        "n_waiting": status.n_waiting if status else 0,
+        "keeper_pid": rundir.keeper_pid(run_dir) or 0,
+        "services": services,
+    }
+
+
+def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False) -> int | None:
+    """Drains and stops the group in ``run_dir`` from outside. Returns how many requests were cut (None: no drain)."""
+    from shared.bus import ControlClient
+
+    config = rundir.running_config(run_dir)
+    pid = rundir.keeper_pid(run_dir)
+    client = ControlClient(Endpoints(run_dir, config.run_id))
+    n_cut = drain(client, config, "colibri-up --stop", is_urgent)
+    client.close(0)
+    if pid is None:
+        raise ConfigError(f"the group in {run_dir} has no keeper any more; it is ending or still starting: try again")
+    stop_keeper(pid, lambda: rundir.keeper_pid(run_dir) != pid)
+    deadline = time.monotonic() + KEEPER_STOP_S
+    while rundir.is_locked(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if not rundir.is_locked(run_dir):
+        rundir.clean_run(run_dir, config.run_id)
+    return n_cut
+
+
+def to_json(value: object) -> str:
+    return json.dumps(value, indent=1)

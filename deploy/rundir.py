@@ -1,0 +1,145 @@
+"""A group's run directory: its lock, its files, what is left of a dead group and how it goes away.
+
+lock              held (flock) by colibri-up and the keeper as long as the group lives; holds who
+group.json        the frozen configuration
+supervisord.conf  what the keeper runs
+processes.json    pids and states of the services, kept up to date by the keeper
+sock/             sockets (elsewhere when the path would be too long)
+log/              one log per service, kept after the group's end
+incarnation/      how often each service was started in this run
+failed/           last words of services that failed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+from shared.config import FROZEN_NAME, GroupConfig, load_frozen
+from shared.endpoints import Endpoints
+from shared.errors import ConfigError
+from shared.segments import process_start, unlink_run
+
+LOCK_NAME = "lock"
+PROCESSES_NAME = "processes.json"
+SUPERVISOR_CONF_NAME = "supervisord.conf"
+_VOLATILE = (FROZEN_NAME, SUPERVISOR_CONF_NAME, PROCESSES_NAME, "supervisor.pid")
+_VOLATILE_DIRS = ("sock", "incarnation", "failed")
+
+
+def prepare(run_dir: Path) -> None:
+    """Makes the run directory, for this user alone. Raises ConfigError when that can't be."""
+    try:
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = run_dir.stat()
+    except OSError as error:
+        raise ConfigError(f"run directory {run_dir}: {error.strerror}; choose another with --run-dir") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"run directory {run_dir} belongs to user {found.st_uid}; choose another with --run-dir")
+    if found.st_mode & 0o022:
+        raise ConfigError(
+            f"run directory {run_dir} can be written by others; make it private (chmod 700) or choose another"
+        )
+
+
+def take_lock(run_dir: Path) -> int:
+    """The lock's descriptor, to be kept open (and inherited by the keeper). ConfigError when a group runs here."""
+    fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = read_json(run_dir / LOCK_NAME)
+        os.close(fd)
+        where = f", serving {owner['url']}" if owner.get("url") else ""
+        raise ConfigError(
+            f"a group already runs in {run_dir} (process {owner.get('pid', 'unknown')}{where}). "
+            f"Stop it with `colibri-up --stop --run-dir {run_dir}`, or choose another --run-dir."
+        ) from None
+    return fd
+
+
+def describe_lock(fd: int, **facts: Any) -> None:
+    """Writes who holds the lock, for the sentence of a second start."""
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps(facts).encode(), 0)
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a group lives in this run directory."""
+    try:
+        fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one when there is none (yet)."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_json(path: Path, value: object) -> None:
+    new = path.with_name(f".{path.name}")
+    new.write_text(json.dumps(value))
+    new.replace(path)
+
+
+def running_config(run_dir: Path) -> GroupConfig:
+    """The configuration of the group that lives in ``run_dir``. ConfigError when there is none."""
+    if not is_locked(run_dir):
+        raise ConfigError(
+            f"no group runs in {run_dir}. Start one with `colibri-up`, or name its directory with --run-dir."
+        )
+    return load_frozen(run_dir / FROZEN_NAME)
+
+
+def processes(run_dir: Path) -> dict[str, Any]:
+    """{"keeper": [pid, start time], "services": {name: {"pid", "state", "exit", "n_starts"}}}; empty before the start."""
+    return read_json(run_dir / PROCESSES_NAME)
+
+
+def keeper_pid(run_dir: Path) -> int | None:
+    """The keeper's pid if it lives (and is not another process with the same number)."""
+    pid, start = processes(run_dir).get("keeper") or (0, 0)
+    return int(pid) if pid and process_start(pid) == start else None
+
+
+def clean_run(run_dir: Path, run_id: str) -> None:
+    """Removes all that must not outlive a group: segments, sockets, its files. Logs and the lock file stay."""
+    unlink_run(run_id)
+    shutil.rmtree(Endpoints(run_dir, run_id).socket_dir, ignore_errors=True)
+    for name in _VOLATILE_DIRS:
+        shutil.rmtree(run_dir / name, ignore_errors=True)
+    for name in _VOLATILE:
+        with contextlib.suppress(OSError):
+            (run_dir / name).unlink()
+
+
+def clean_leftovers(run_dir: Path) -> str | None:
+    """With the lock held: removes what a group that died here left behind. Returns its run id, None when clean."""
+    try:
+        run_id = load_frozen(run_dir / FROZEN_NAME).run_id
+    except ConfigError:
+        run_id = str(read_json(run_dir / FROZEN_NAME).get("run_id", ""))
+    if not run_id.isalnum():
+        for name in _VOLATILE_DIRS:
+            shutil.rmtree(run_dir / name, ignore_errors=True)
+        return None
+    clean_run(run_dir, run_id)
+    return run_id

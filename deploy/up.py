@@ -1,0 +1,256 @@
+"""``colibri-up [MODEL]``: starts the process group, reports until it can serve, keeps it until Ctrl-C, stops it.
+
+Owns what the user sees; ``launch`` does the work. Exit codes: 0 stopped as asked, 70 a service failed, 78 a setting, the
+model directory or the machine does not allow the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from shared.config import Settings, load_settings
+from shared.errors import EXIT_FAULT, EXIT_OK, ColibriError
+
+SETTING_FLAGS = (
+    "run_dir",
+    "host",
+    "port",
+    "ram",
+    "slots",
+    "threads",
+    "kv_dtype",
+    "prefill_chunk",
+    "pilot",
+    "draft",
+    "max_context",
+    "max_sequences",
+    "record_logits",
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All flags. None of the settings has a default here: that is the TOML file's and ``Settings``' business."""
+    parser = argparse.ArgumentParser(
+        prog="colibri-up",
+        description="Start the Colibri process group on a model directory (without one: the embedded model).",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="model directory, made by `colibri convert`")
+    add("--run-dir", metavar="DIR", help="sockets, logs and configuration of this group (default: one per user)")
+    add("--host", help="address to listen on (default 127.0.0.1)")
+    add("--port", type=int, help="port to listen on (default 8484; 0: any free one)")
+    add("--ram", metavar="SIZE", help="memory for the whole group, e.g. 12G (default: a share of what is available)")
+    add("--slots", type=int, help="expert slots in all, at least gate_k + 1 (default: what is left of the memory)")
+    add("--threads", type=int, help="compute threads (default: the usable CPUs)")
+    add("--kv-dtype", choices=("f32", "bf16"), help="precision of the KV cache (default bf16)")
+    add("--prefill-chunk", type=int, metavar="N", help="prompt tokens per step (default: from the memory)")
+    add(
+        "--pilot",
+        choices=("on", "off", "random"),
+        help="prefetch of predicted experts (default on; never changes text)",
+    )
+    add("--draft", metavar="auto|off|N", help="speculative tokens per step (default auto; never changes text)")
+    add(
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="tokens per sequence (default: the model's limit, if memory allows)",
+    )
+    add("--max-sequences", type=int, metavar="N", help="sequences computed at the same time (default 4)")
+    add("--record-logits", metavar="FILE", help="append the logits of every step to FILE (for tests)")
+    add("--config", metavar="FILE", help="settings from a TOML file; flags win over it")
+    add("--daemon", action="store_true", help="return when the group is ready and leave it running")
+    add("--status", action="store_true", help="show the group of this run directory")
+    add("--json", action="store_true", help="with --status: as JSON")
+    add("--stop", action="store_true", help="let running requests finish, then stop the group of this run directory")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Console entry point; ends the process."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: list[str]) -> int:
+    """The exit code of ``colibri-up`` with these arguments."""
+    args = make_parser().parse_args(argv)
+    signals = _Signals()
+    try:
+        overrides: dict[str, Any] = {flag: getattr(args, flag) for flag in SETTING_FLAGS}
+        overrides["model"] = args.model
+        settings = load_settings(args.config, overrides)
+        if args.status:
+            return _status(settings, args.json)
+        if args.stop:
+            return _stop(settings, signals)
+        return _up(settings, args.daemon, signals)
+    except ColibriError as error:
+        print(f"colibri-up: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+class _Signals:
+    """Counts Ctrl-C and SIGTERM. The first asks, the second is immediate."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.name = ""
+        for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(sig, self._on_signal)
+
+    def _on_signal(self, sig: int, _frame: object) -> None:
+        self.count += 1
+        self.name = "Ctrl-C" if sig == signal.SIGINT else signal.Signals(sig).name
+
+    @property
+    def is_urgent(self) -> bool:
+        return self.count > 1
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # whoever read this is gone; that must not end the group
+        print(text, flush=True)
+
+
+def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
+    from deploy import rundir
+    from shared.segments import sweep_dead_runs
+
+    from deploy import launch  # isort: skip
+
+    begin = time.monotonic()
+    run_dir = launch.run_dir_of(settings)
+    rundir.prepare(run_dir)
+    lock_fd = rundir.take_lock(run_dir)
+    port = launch.claim_port(settings.host, settings.port)
+    rundir.clean_leftovers(run_dir)
+    sweep_dead_runs()
+    plan = launch.make_plan(settings, run_dir, port)
+    _say(_summary(plan))
+    group = launch.start(plan, lock_fd)
+    try:
+        _report_until_ready(group, signals)
+        if signals.count:
+            _say(f"colibri-up: {signals.name} while starting")
+            group.stop()
+            return EXIT_OK
+    except ColibriError:
+        group.stop()
+        raise
+    except BaseException:
+        group.stop()
+        raise
+    _say(
+        f"ready after {time.monotonic() - begin:.1f} s: http://{_shown_host(settings.host)}:{port}  (OpenAI API under /v1)"
+    )
+    if is_daemon:
+        group.detach()
+        _say(
+            f"running in the background; `colibri-up --stop{_run_dir_hint(settings, run_dir)}` ends it. Logs: {run_dir}/log"
+        )
+        return EXIT_OK
+    _say("Ctrl-C stops it.")
+    return _keep(group, signals)
+
+
+def _report_until_ready(group: Any, signals: _Signals) -> None:
+    said: dict[str, str] = {}
+    for status in group.wait_ready():
+        if signals.count:
+            return
+        for service in status.services if status else ():
+            words = service.state + (f": {service.stage}" if service.stage else "")
+            if service.state != "absent" and said.get(service.service) != words:
+                said[service.service] = words
+                _say(f"  {service.service:10} {words}")
+
+
+def _keep(group: Any, signals: _Signals) -> int:
+    """The foreground: until a signal comes or the group can't go on."""
+    exit_code = EXIT_OK
+    while not signals.count:
+        if group.keeper.poll() is not None:
+            is_clean = group.keeper.returncode == 0
+            _say(
+                "stopped."
+                if is_clean
+                else f"colibri-up: supervisor ended unexpectedly (exit {group.keeper.returncode})"
+            )
+            group.stop()
+            return EXIT_OK if is_clean else EXIT_FAULT
+        words = group.given_up()
+        if words:
+            print(f"colibri-up: {words}", file=sys.stderr, flush=True)
+            exit_code = EXIT_FAULT
+            break
+        time.sleep(0.2)
+    if signals.count:
+        _say(f"{signals.name}: running requests may finish (again: stop at once) ...")
+        n_cut = group.drain(signals.name, lambda: signals.is_urgent or group.keeper.poll() is not None)
+        if n_cut:
+            _say(f"{n_cut} requests did not finish in time and were ended.")
+    group.stop()
+    _say("stopped.")
+    return exit_code
+
+
+def _summary(plan: Any) -> str:
+    config, ledger = plan.config, plan.ledger
+    experts = (
+        f"{config.n_slots:,} of {ledger.n_experts:,} experts fit"
+        if config.n_slots < ledger.n_experts
+        else "all experts fit"
+    )
+    return (
+        f"model {config.model_name} ({plan.spec.family}): {_size(ledger.total_bytes)} of {_size(ledger.budget_bytes)} memory, "
+        f"{experts}, context {config.max_context:,} x {config.max_sequences}, "
+        f"{config.n_drafts or 'no'} drafts, {config.n_threads} threads"
+    )
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / (1 << 30):.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / (1 << 20):.0f} MiB"
+
+
+def _shown_host(host: str) -> str:
+    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+
+
+def _run_dir_hint(settings: Settings, run_dir: Path) -> str:
+    return f" --run-dir {run_dir}" if settings.run_dir else ""
+
+
+def _status(settings: Settings, as_json: bool) -> int:
+    from deploy import launch
+
+    group = launch.describe(launch.run_dir_of(settings))
+    if as_json:
+        print(launch.to_json(group))
+        return EXIT_OK
+    print(f"{group['model']} at {group['url']}: {'ready' if group['ready'] else group['detail']}")
+    print(f"{group['n_running']} requests running, {group['n_waiting']} waiting; run directory {group['run_dir']}")
+    print(f"{'service':<11}{'pid':>8}  {'state':<10}{'incarnation':>12}  stage")
+    for service in group["services"]:
+        name, pid, state, stage = (service[key] for key in ("name", "pid", "state", "stage"))
+        print(f"{name:<11}{pid:>8}  {state:<10}{service['incarnation']:>12}  {stage}".rstrip())
+    return EXIT_OK
+
+
+def _stop(settings: Settings, signals: _Signals) -> int:
+    from deploy import launch
+
+    run_dir = launch.run_dir_of(settings)
+    n_cut = launch.stop_running(run_dir, lambda: signals.is_urgent)
+    _say("stopped." if not n_cut else f"stopped; {n_cut} requests did not finish in time and were ended.")
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    main()
