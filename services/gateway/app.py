@@ -73,7 +73,9 @@ def make_app(engine: Engine, log: Log, keep_alive_s: float = stream.KEEP_ALIVE_S
 
     return Starlette(
         routes=[
-            Route("/v1/chat/completions", Generate(engine, log, is_chat=True, keep_alive_s=keep_alive_s), methods=["POST"]),
+            Route(
+                "/v1/chat/completions", Generate(engine, log, is_chat=True, keep_alive_s=keep_alive_s), methods=["POST"]
+            ),
             Route("/v1/completions", Generate(engine, log, is_chat=False, keep_alive_s=keep_alive_s), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
@@ -133,7 +135,11 @@ class Generate:
         group = engine.group
         if group is None or not engine.is_ready:
             raise ApiError(
-                503, f"the server can't answer yet: {engine.detail}", code="not_ready", retry_after_s=1, detail=_health(engine)
+                503,
+                f"the server can't answer yet: {engine.detail}",
+                code="not_ready",
+                retry_after_s=1,
+                detail=_health(engine),
             )
         if wanted.model is not None and wanted.model not in (group.model, *ALIASES):
             raise _model_error(wanted.model, group)
@@ -237,12 +243,17 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    what = {404: f"there is nothing at {request.url.path}", 405: f"{request.method} is not possible at {request.url.path}"}
+    what = {
+        404: f"there is nothing at {request.url.path}",
+        405: f"{request.method} is not possible at {request.url.path}",
+    }
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
     body = ApiError(error.status_code, what.get(error.status_code, str(error.detail)), code=code).body()
     return Response(body, error.status_code, error.headers, "application/json")
 
 
 async def _fault(request: Request, error: Exception) -> Response:
-    body = ApiError(500, f"a fault in the gateway ({type(error).__name__}); its log has the details", code="fault").body()
+    body = ApiError(
+        500, f"a fault in the gateway ({type(error).__name__}); its log has the details", code="fault"
+    ).body()
     return Response(body, 500, media_type="application/json")

@@ -164,8 +164,7 @@ NEUTRAL_ONLY: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
 
 # Fields that can't change the text. Accepted and not used.
 WITHOUT_EFFECT: Final = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention parallel_tool_calls prediction "
-    "include_reasoning priority request_id".split()
+    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "prediction", "include_reasoning", "priority", "request_id"]
 )
 
 
@@ -194,7 +193,9 @@ def parse_chat(body: bytes, request: str) -> Wanted:
     submit = Submit(
         request=request,
         sampling=_sampling(chat),
-        max_tokens=_max_tokens(chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens),
+        max_tokens=_max_tokens(
+            chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
+        ),
         messages_json=msgspec.json.encode(messages),
         stop=_stops(chat.stop),
         ignore_eos=bool(chat.ignore_eos),
@@ -266,7 +267,9 @@ def _check_neutral(raw: dict[str, Any]) -> None:
     for name, (is_neutral, neutral) in NEUTRAL_ONLY.items():
         value = raw.get(name)
         if value is not None and not is_neutral(value):
-            raise _invalid(name, f"{name} is not supported here; leave it out or set it to {neutral}", "unsupported_parameter")
+            raise _invalid(
+                name, f"{name} is not supported here; leave it out or set it to {neutral}", "unsupported_parameter"
+            )
 
 
 def _wanted(body: Common, raw: dict[str, Any], submit: Submit, *, is_chat: bool) -> Wanted:
@@ -325,7 +328,9 @@ def _prompt(value: Any) -> tuple[str | None, tuple[int, ...] | None]:
         raise _invalid("prompt", "prompt is missing: a string or a list of token ids", "missing_field")
     if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
         if len(value) > 1:
-            raise _invalid("prompt", f"one prompt per request, got {len(value)}; send them one by one", "unsupported_parameter")
+            raise _invalid(
+                "prompt", f"one prompt per request, got {len(value)}; send them one by one", "unsupported_parameter"
+            )
         value = value[0]
     if isinstance(value, str):
         if not value:
@@ -337,11 +342,16 @@ def _prompt(value: Any) -> tuple[str | None, tuple[int, ...] | None]:
         raise _invalid("prompt", "prompt must not be empty")
     if len(value) > MAX_PIECES:
         raise ApiError(
-            400, f"the prompt has {len(value)} tokens, more than any context here", code="context_length_exceeded", param="prompt"
+            400,
+            f"the prompt has {len(value)} tokens, more than any context here",
+            code="context_length_exceeded",
+            param="prompt",
         )
     for idx, token in enumerate(value):
         if not isinstance(token, int) or isinstance(token, bool):
-            raise _invalid(f"prompt[{idx}]", f"prompt[{idx}] must be a token id, got {type(token).__name__}", "invalid_type")
+            raise _invalid(
+                f"prompt[{idx}]", f"prompt[{idx}] must be a token id, got {type(token).__name__}", "invalid_type"
+            )
         if not 0 <= token <= INT31:
             raise _invalid(f"prompt[{idx}]", f"prompt[{idx}] is no token id: {_short(token)}")
     return None, tuple(value)
@@ -399,7 +409,9 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             if content is None and not message.tool_calls:
                 raise _invalid(at, f"{at}: an assistant message needs content or tool_calls")
         elif content is None:
-            raise _invalid(f"{at}.content", f"{at}.content is missing: a string or a list of text parts", "missing_field")
+            raise _invalid(
+                f"{at}.content", f"{at}.content is missing: a string or a list of text parts", "missing_field"
+            )
         out["content"] = content or ""
         if message.role == "tool":
             if not has_calls:
@@ -431,7 +443,8 @@ def _content(value: Any, at: str) -> str | None:
             raise _invalid(f"{at}[{idx}]", f"{at}[{idx}] must be an object with a type", "invalid_type")
         if part.get("type") not in ("text", "input_text"):
             raise _invalid(
-                f"{at}[{idx}].type", f"{at}[{idx}].type: only text parts are supported, got {_short(part.get('type'))}",
+                f"{at}[{idx}].type",
+                f"{at}[{idx}].type: only text parts are supported, got {_short(part.get('type'))}",
                 "unsupported_content",
             )
         if not isinstance(part.get("text"), str):
@@ -545,7 +558,7 @@ class Answer(Struct):
     created: int
     model: str
     choices: list[Any]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
     max_tokens: int | UnsetType = UNSET
     drafts: dict[str, int] | UnsetType = UNSET
@@ -711,7 +724,9 @@ class CompletionShape(Shape):
     def _piece(
         self, text: str, tokens: Iterable[int], logprobs: tuple[TokenLogprob, ...], finish: str | None
     ) -> CompletionChoice:
-        return CompletionChoice(text, 0, self._completion_logprobs(logprobs) if logprobs else None, finish, self._ids(tokens))
+        return CompletionChoice(
+            text, 0, self._completion_logprobs(logprobs) if logprobs else None, finish, self._ids(tokens)
+        )
 
     def _completion_logprobs(self, rows: Iterable[TokenLogprob]) -> CompletionLogprobs | None:
         if self.wanted.submit.n_logprobs is None:

@@ -173,7 +173,9 @@ class RequestTable:
             if entry.state is not EntryState.WAITING:
                 if is_gone:
                     out += self._fail(
-                        entry, "router_lost", f"the router has been silent for {now - self.heard_at:.0f} s; the answer is incomplete"
+                        entry,
+                        "router_lost",
+                        f"the router has been silent for {now - self.heard_at:.0f} s; the answer is incomplete",
                     )
             elif is_ready and now >= entry.not_before:
                 out += self._submit(entry, now)
@@ -198,7 +200,9 @@ class RequestTable:
             self.n_resumed += 1
             if entry.n_resumes > self.limits.max_resumes:
                 out += self._fail(
-                    entry, "router_lost", f"the router was lost {entry.n_resumes} times during this answer; it is incomplete"
+                    entry,
+                    "router_lost",
+                    f"the router was lost {entry.n_resumes} times during this answer; it is incomplete",
                 )
             else:
                 entry.state = EntryState.WAITING
@@ -226,7 +230,9 @@ class RequestTable:
             if msg.tokens and msg.index != len(entry.tokens):
                 out: list[Instruction] = [Tell(Abort(request, "gap"))]
                 return out + self._fail(
-                    entry, "stream_broken", f"token {len(entry.tokens)} was expected next, {msg.index} came; the answer is incomplete"
+                    entry,
+                    "stream_broken",
+                    f"token {len(entry.tokens)} was expected next, {msg.index} came; the answer is incomplete",
                 )
             entry.tokens.extend(msg.tokens)
             entry.n_chars += len(msg.text)

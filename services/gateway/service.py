@@ -127,7 +127,9 @@ def bind(host: str, port: int) -> socket.socket:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"host {host!r} can't be resolved ({error.strerror}); give an address of this machine") from None
+        raise ConfigError(
+            f"host {host!r} can't be resolved ({error.strerror}); give an address of this machine"
+        ) from None
     listener = socket.socket(family, kind, proto)
     try:
         # A port that was just given back is free; one that somebody listens on is still refused.
@@ -137,7 +139,9 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} of {host} is in use by another program; choose another with --port") from None
+            raise ConfigError(
+                f"port {port} of {host} is in use by another program; choose another with --port"
+            ) from None
         raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; choose other --host or --port") from None
     listener.setblocking(False)
     return listener

@@ -399,7 +399,7 @@ class RouterService(Service):
             return
         self._counters.add("tokens", len(advance.new_tokens))
         if advance.span.n_rows > 1 and not advance.span.is_prefill:
-            self._counters.add("drafted", advance.span.n_rows - 1)
+            self._counters.add("drafts", advance.span.n_rows - 1)
             self._counters.add("accepted", len(advance.new_tokens) - 1)
         if advance.new_tokens:
             logprobs: tuple[TokenLogprob, ...] = ()

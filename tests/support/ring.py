@@ -156,8 +156,9 @@ class Ring:
         self._queues.setdefault((sender, receiver), deque()).append(frame)
         self._order.append((sender, receiver))
 
-    def drop_messages(self, service: str) -> None:
-        """What a killed service had sent or not yet received is gone."""
+    def kill(self, service: str) -> None:
+        """The service ends; what it had sent or not yet received is gone."""
+        self.services.pop(service).close()
         for pair in list(self._queues):
             if service in pair:
                 del self._queues[pair]

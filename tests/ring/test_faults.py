@@ -1,0 +1,149 @@
+"""What goes wrong inside a step ends one request with a named error, or nothing at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.container.reader import Container
+from tests.oracle import oracle_array
+from tests.support.ring import Answer, Ring
+
+Converted = Callable[[str, str], Path]
+NAME = "glm_moe_dsa"
+
+
+def prompt_of() -> list[int]:
+    prompt: list[int] = oracle_array(NAME, "prompt_ids").tolist()
+    return prompt
+
+
+@pytest.mark.parametrize("victim", ["attention", "expert_io", "drafter"])
+@pytest.mark.parametrize("n_drafts", [0, 2])
+def test_a_lost_peer_costs_time_only(victim: str, n_drafts: int, converted: Converted, tmp_path: Path) -> None:
+    """Whatever had been sent to or by the victim is gone; a new one starts; the answer is the same."""
+    model, prompt = converted(NAME, "int4"), prompt_of()
+    with Ring(model, tmp_path) as ring:
+        expected = ring.generate(prompt, 12).tokens
+    for n_steps in (3, 30, 77, 150, 233):
+        with Ring(model, tmp_path, n_drafts=n_drafts, prefill_chunk=9, n_slots=7) as ring:
+            ring.submit("r", prompt, max_tokens=12, ignore_eos=True)
+            for _ in range(n_steps):
+                ring.step()
+            ring.kill(victim)
+            router = ring.services["router"]
+            router.peer_lost(victim)
+            for _ in range(5):
+                ring.step()
+            ring.start(victim)
+            router.group_changed(True, bool(n_drafts))
+            ring.run()
+            assert ring.answers["r"].tokens == expected
+            done = ring.answers["r"].done
+            assert done is not None and done.reason == "length"
+
+
+def test_a_resumed_request_goes_on_to_the_same_end(converted: Converted, tmp_path: Path) -> None:
+    """What the gateway does after the loss of a router: it submits again with the tokens it had."""
+    model, prompt = converted(NAME, "int4"), prompt_of()
+    with Ring(model, tmp_path, n_drafts=1) as ring:
+        whole = ring.generate(prompt, 14, temperature=1.0, seed=5).tokens
+    for n_had in (0, 1, 7, 13):
+        with Ring(model, tmp_path, n_drafts=1) as ring:
+            ring.submit("r", prompt, max_tokens=14, ignore_eos=True, temperature=1.0, seed=5, resume_ids=tuple(whole[:n_had]))
+            ring.answers["r"] = Answer(tokens=whole[:n_had])
+            ring.run()
+            assert ring.answers["r"].tokens == whole
+
+
+def test_abort_frees_the_ring_between_layers(converted: Converted, tmp_path: Path) -> None:
+    from shared.messages.router import Abort
+
+    model, prompt = converted(NAME, "int4"), prompt_of()
+    with Ring(model, tmp_path) as ring:
+        expected = ring.generate(prompt, 5).tokens
+        for n_steps in (2, 11, 25):
+            ring.submit(f"gone{n_steps}", prompt * 3, max_tokens=50, ignore_eos=True)
+            for _ in range(n_steps):
+                ring.step()
+            ring.services["router"].handle(Abort(f"gone{n_steps}", "test"), "gateway")
+            assert ring.services["router"].is_idle()
+            assert ring.generate(prompt, 5).tokens == expected
+            done = ring.answers[f"gone{n_steps}"].done
+            assert done is not None and done.reason == "abort"
+
+
+def test_a_nan_in_one_expert_ends_only_those_who_use_it(converted: Converted, tmp_path: Path) -> None:
+    model = tmp_path / "nan"
+    shutil.copytree(converted(NAME, "f32"), model)
+    container = Container.open(model)
+    layer, file = next(iter(container.experts.items()))
+    bad_expert = 5
+    data = bytearray(file.path.read_bytes())
+    np.frombuffer(data, np.float32, offset=file.offset_of(bad_expert) + file.layout.down_w, count=16)[:] = np.nan
+    file.path.write_bytes(data)
+    _forget_checksum(model, layer, bad_expert, bytes(data[file.offset_of(bad_expert) :][: file.record_bytes]))
+    prompts = [[t] for t in range(0, 200, 9)]
+    with Ring(converted(NAME, "f32"), tmp_path) as ring:
+        clean = [ring.generate(p, 1).tokens for p in prompts]
+    with Ring(model, tmp_path) as ring:
+        for i, p in enumerate(prompts):
+            ring.submit(f"r{i}", p, max_tokens=1, ignore_eos=True)
+        ring.run()
+        ended = [ring.answers[f"r{i}"] for i in range(len(prompts))]
+    errors = [a for a in ended if a.done and a.done.reason == "error"]
+    assert 0 < len(errors) < len(prompts)
+    for answer in errors:
+        assert answer.done is not None
+        assert answer.done.error_code == "non_finite"
+        assert f"expert {bad_expert} in layer {layer}" in answer.done.error
+    for answer, expected in zip(ended, clean, strict=True):
+        if answer not in errors:
+            assert answer.tokens == expected
+
+
+def test_a_truncated_expert_file_names_file_offset_and_bytes(converted: Converted, tmp_path: Path) -> None:
+    model, prompt = tmp_path / "cut", prompt_of()
+    shutil.copytree(converted(NAME, "int4"), model)
+    with Ring(model, tmp_path) as ring:
+        file = ring.services["expert_io"]._store._files[ring.spec.moe_layers[-2]]
+        with file.path.open("r+b") as handle:  # it shrinks after it was opened and checked
+            handle.truncate(file.offset_of(0))
+        answer = ring.generate(prompt, 5)
+        assert answer.done is not None
+        assert (answer.done.reason, answer.done.error_code) == ("error", "expert_read_failed")
+        for part in (str(file.path), "at offset", "expected", "received"):
+            assert part in answer.done.error
+        assert not ring.services["expert_io"]._visit
+        assert all(slot.pins == 0 for slot in ring.services["expert_io"]._table.slots)
+
+
+def _forget_checksum(model: Path, layer: int, expert: int, record: bytes) -> None:
+    import msgspec
+
+    from native.memory import hash64
+
+    index = msgspec.json.decode((model / "colibri.json").read_bytes())
+    index["experts"][str(layer)]["checksums"][expert] = f"{hash64(record):016x}"
+    (model / "colibri.json").write_bytes(msgspec.json.encode(index))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [([], "empty_prompt"), ([1] * 256, "context_length_exceeded"), ([1] * 5000, "context_length_exceeded"), ([999], "invalid_token")],
+)  # fmt: skip
+def test_impossible_prompts_are_refused_with_numbers(
+    prompt: list[int], code: str, converted: Converted, tmp_path: Path
+) -> None:
+    with Ring(converted(NAME, "int4"), tmp_path) as ring:
+        ring.submit("r", prompt, max_tokens=4)
+        ring.run()
+        refused = ring.answers["r"].refused
+        assert refused is not None and refused.code == code
+        assert ring.generate([1] * 255, 4).tokens, "context - 1 tokens fit"
+        done = ring.answers[list(ring.answers)[-1]].done
+        assert done is not None and (done.reason, done.n_generated) == ("length", 1)

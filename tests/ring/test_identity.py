@@ -1,0 +1,163 @@
+"""Placement decides speed, never text (promise 1): tokens and logits, bit for bit, over every knob."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.messages.router import DraftReady
+from tests.oracle import ORACLES, oracle_array
+from tests.support.ring import Ring, read_record
+
+Converted = Callable[[str, str], Path]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "half the slots": {"n_slots": "half"},
+    "gate_k + 1 slots": {"n_slots": "least"},
+    "chunks of 1": {"prefill_chunk": 1},
+    "chunks of 7": {"prefill_chunk": 7},
+    "2 threads": {"n_threads": 2},
+    "4 threads": {"n_threads": 4},
+    "pilot": {"pilot": "on", "n_slots": "half"},
+    "pilot at random": {"pilot": "random", "n_slots": "half"},
+    "drafts": {"n_drafts": 1},
+    "3 drafts": {"n_drafts": 3},
+    "shuffled messages": {"shuffle": 7},
+    "everything at once": {
+        "n_slots": "least", "prefill_chunk": 7, "n_threads": 2, "pilot": "random", "n_drafts": 2, "shuffle": 11,
+    },
+}  # fmt: skip
+
+
+def knobs(variant: dict[str, Any], model: Path) -> dict[str, Any]:
+    from shared.model_spec import ModelSpec
+
+    spec = ModelSpec.load(model)
+    slots = {"half": len(spec.moe_layers) * spec.n_experts // 2, "least": spec.gate_k + 1}
+    return {key: slots.get(value, value) if key == "n_slots" else value for key, value in variant.items()}
+
+
+def run(model: Path, tmp: Path, prompts: list[list[int]], n: int, variant: dict[str, Any], **sampling: Any) -> list[Any]:
+    """[(tokens, {position: logits of the accepted row})] of prompts submitted together."""
+    record = tmp / "record"
+    record.unlink(missing_ok=True)
+    with Ring(model, tmp, record_logits=str(record), **knobs(variant, model)) as ring:
+        for i, prompt in enumerate(prompts):
+            ring.submit(f"r{i}", prompt, max_tokens=n, ignore_eos=True, **({"seed": i + 1} | sampling))
+        ring.run()
+        answers = [ring.answers[f"r{i}"] for i in range(len(prompts))]
+    rows = read_record(record)
+    out = []
+    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        assert answer.done is not None and answer.done.reason == "length", answer.done
+        whole = prompt + answer.tokens
+        logits = {
+            row["position"]: row["logits"].tobytes()
+            for row in rows
+            if row["request"] == f"r{i}" and row["token"] == whole[row["position"]]
+        }
+        assert sorted(logits) == list(range(len(whole) - 1))
+        out.append((answer.tokens, logits))
+    return out
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_prompt_logits_and_greedy_tokens_equal_the_oracle(name: str, converted: Converted, tmp_path: Path) -> None:
+    prompt = oracle_array(name, "prompt_ids").tolist()
+    expected = oracle_array(name, "logits")
+    greedy = oracle_array(name, "greedy_tokens").tolist()
+    [(tokens, logits)] = run(converted(name, "f32"), tmp_path, [prompt], len(greedy), {})
+    assert tokens == greedy
+    got = np.stack([np.frombuffer(logits[p], np.float32) for p in range(len(prompt))])
+    np.testing.assert_allclose(got, expected, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_drafts_equal_the_mtp_oracle(name: str, converted: Converted, tmp_path: Path) -> None:
+    prompt = oracle_array(name, "prompt_ids").tolist()
+    chain = oracle_array(name, "mtp_chain_tokens").tolist()
+    drafts = []
+
+    def watch(sender: str, receiver: str, msg: Any) -> bool:
+        if isinstance(msg, DraftReady) and msg.tokens:
+            drafts.append(list(msg.tokens[0]))
+        return True
+
+    for chunk in (64, 7):
+        drafts.clear()
+        with Ring(converted(name, "f32"), tmp_path, n_drafts=len(chain), prefill_chunk=chunk) as ring:
+            ring.on_deliver = watch
+            ring.generate(prompt, 6)
+        assert drafts[0] == chain
+
+
+@pytest.mark.parametrize("precision", ["f32", "int8", "int4"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_knob_moves_a_bit(precision: str, temperature: float, converted: Converted, tmp_path: Path) -> None:
+    model = converted("glm_moe_dsa", precision)
+    prompt = oracle_array("glm_moe_dsa", "prompt_ids").tolist()
+    [base] = run(model, tmp_path, [prompt], 12, {}, temperature=temperature)
+    for title, variant in VARIANTS.items():
+        [got] = run(model, tmp_path, [prompt], 12, variant, temperature=temperature)
+        assert got[0] == base[0], f"tokens moved with {title}"
+        assert got[1] == base[1], f"logits moved with {title}"
+
+
+@pytest.mark.parametrize("precision", ["f32", "int4"])
+def test_neighbours_do_not_move_a_bit(precision: str, converted: Converted, tmp_path: Path) -> None:
+    model = converted("deepseek_v32", precision)
+    prompt = oracle_array("deepseek_v32", "prompt_ids").tolist()
+    prompts = [prompt, prompt[5:], prompt[:1], prompt[::-1]]
+    alone = [run(model, tmp_path, [p], 10, {}, temperature=1.0, seed=i + 1)[0] for i, p in enumerate(prompts)]
+    for variant in ({}, {"n_drafts": 2}, VARIANTS["everything at once"]):
+        together = run(model, tmp_path, prompts, 10, variant, temperature=1.0)
+        assert [t for t, _ in together] == [t for t, _ in alone]
+        assert [x for _, x in together] == [x for _, x in alone]
+
+
+@pytest.mark.parametrize("kv_dtype", ["f32", "bf16"])
+def test_chunks_do_not_move_a_bit_in_either_cache_precision(kv_dtype: str, converted: Converted, tmp_path: Path) -> None:
+    model = converted("deepseek_v3", "int8")
+    prompt = oracle_array("deepseek_v3", "prompt_ids").tolist()
+    results = [
+        run(model, tmp_path, [prompt * 4], 8, {"prefill_chunk": chunk, "kv_dtype": kv_dtype, "n_drafts": 1})
+        for chunk in (1, 7, 104)
+    ]
+    assert results[0] == results[1] == results[2]
+
+
+def test_one_changed_weight_is_noticed(converted: Converted, tmp_path: Path) -> None:
+    """The comparison above is not blind: one weight of one expert, moved a little, moves the logits."""
+    import shutil
+
+    import msgspec
+
+    from native.memory import hash64
+    from shared.container.reader import Container
+
+    source = converted("glm_moe_dsa", "f32")
+    prompt = oracle_array("glm_moe_dsa", "prompt_ids").tolist()
+    [base] = run(source, tmp_path, [prompt], 4, {})
+    changed = tmp_path / "changed"
+    shutil.copytree(source, changed)
+    file = next(iter(Container.open(changed).experts.values()))
+    data = bytearray(file.path.read_bytes())
+    at = file.offset_of(3)
+    weights = np.frombuffer(data, np.float32, offset=at, count=64)
+    weights[17] *= 1.01
+    file.path.write_bytes(data)
+    with Ring(changed, tmp_path) as ring:
+        done = ring.generate(prompt, 4).done
+        assert done is not None
+        assert (done.reason, done.error_code) == ("error", "expert_checksum_mismatch")
+        assert "expert 3 of layer" in done.error and "colibri verify" in done.error
+    index = msgspec.json.decode((changed / "colibri.json").read_bytes())
+    record = data[at : at + file.record_bytes]
+    index["experts"][str(file.layer)]["checksums"][3] = f"{hash64(bytes(record)):016x}"
+    (changed / "colibri.json").write_bytes(msgspec.json.encode(index))
+    [got] = run(changed, tmp_path, [prompt], 4, {})
+    assert got[1] != base[1]
