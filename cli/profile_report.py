@@ -31,10 +31,16 @@ _ORDER: Final = {ATTENTION: 0, DRAFTER: 1, EXPERT_IO: 2, ROUTER: 4}
 """Who is waited for first. Waiting for storage (3) comes behind expert_io's own work and before the router's."""
 
 _GROUPS: Final[dict[str, tuple[str, str]]] = {
-    "storage": ("waiting for experts from storage", "More slots (memory), a better prefetch or a faster drive would help most."),
+    "storage": (
+        "waiting for experts from storage",
+        "More slots (memory), a better prefetch or a faster drive would help most.",
+    ),
     "experts": ("computing experts", "Faster cores or more threads for expert_io would help most."),
     "attention": ("attention, dense layers and the head", "Faster cores or a shorter context would help most."),
-    "router": ("gates, sampling and planning in the router", "The router is the limit; that is unusual, look at its rows."),
+    "router": (
+        "gates, sampling and planning in the router",
+        "The router is the limit; that is unusual, look at its rows.",
+    ),
     "drafter": ("drafting", "Drafts cost more than they bring here; compare with --draft off."),
     "hops": ("hops between processes", "The layers are too small for the ring: messages cost more than work."),
     "other": ("time nobody named", "Some stage lacks a timer; --trace shows where."),
@@ -403,8 +409,8 @@ def _io_difference(facts: Facts) -> float | None:
 def format_report(report: Report, *, has_layers: bool = False) -> list[str]:
     """The table as lines of plain ASCII."""
     lines: list[str] = []
-    names = [name for name in ("prefill", "decode", "draft") if name in report.kinds]
-    names += sorted(set(report.kinds) - set(names))
+    known = ("prefill", "decode", "draft")
+    names = [name for name in (*known, *sorted(set(report.kinds) - {*known})) if name in report.kinds]
     for name in names:
         lines += _format_kind(report.kinds[name]) + [""]
     if not names:
@@ -454,14 +460,18 @@ def _format_facts(report: Report) -> list[str]:
     speed = rates(report)
     lines.append(
         f"speed:   prefill {speed['prefill_tokens_per_s']:.2f} tokens/s, decode {speed['decode_tokens_per_s']:.2f} tokens/s"
-        + (f"; first token after {facts.first_token_s:.2f} s, all after {facts.request_s:.2f} s" if facts.request_s else "")
+        + (
+            f"; first token after {facts.first_token_s:.2f} s, all after {facts.request_s:.2f} s"
+            if facts.request_s
+            else ""
+        )
     )
     hits, late, misses = (facts.counter(EXPERT_IO, name) for name in ("hits", "late_hits", "misses"))
     total = hits + late + misses
     if total:
         lines.append(
-            f"experts: {hits} hits ({hits / total:.1%}), {late} late hits ({late / total:.1%}), {misses} misses ({misses / total:.1%});"
-            f" {facts.counter(EXPERT_IO, 'evictions')} evictions"
+            f"experts: {hits} hits ({hits / total:.1%}), {late} late hits ({late / total:.1%}),"
+            f" {misses} misses ({misses / total:.1%}); {facts.counter(EXPERT_IO, 'evictions')} evictions"
         )
     counted = _bytes_counted(facts)
     if counted or reads.n_reads:

@@ -164,7 +164,20 @@ NEUTRAL_ONLY: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
 
 # Fields that can't change the text. Accepted and not used.
 WITHOUT_EFFECT: Final = frozenset(
-    ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls", "prediction", "include_reasoning", "priority", "request_id"]
+    {
+        "include_reasoning",
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "priority",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
 )
 
 

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from services.gateway.openai_api import ApiError, MAX_DEPTH, NEUTRAL_ONLY, parse_chat, parse_completion, shape_of, token_key
+from services.gateway.openai_api import (
+    MAX_DEPTH,
+    NEUTRAL_ONLY,
+    ApiError,
+    parse_chat,
+    parse_completion,
+    shape_of,
+    token_key,
+)
 from shared.messages.gateway import RequestAccepted, RequestDone, TokenLogprob, TokenOut
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -42,7 +50,16 @@ def test_defaults() -> None:
 
 def test_null_is_the_same_as_absent() -> None:
     fields = ["stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop"]
-    fields += ["logprobs", "top_logprobs", "ignore_eos", "return_token_ids", "chat_template_kwargs", "model", "tools", "n"]
+    fields += [
+        "logprobs",
+        "top_logprobs",
+        "ignore_eos",
+        "return_token_ids",
+        "chat_template_kwargs",
+        "model",
+        "tools",
+        "n",
+    ]
     nulls = dict.fromkeys(fields)
     assert chat(**nulls | {"seed": 1}) == chat(seed=1)
     assert 0 <= chat(**nulls).submit.sampling.seed < 1 << 53
@@ -94,7 +111,14 @@ def test_max_tokens() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -0.1), ("temperature", 2.1), ("temperature", "1"), ("temperature", True), ("top_p", 1.1), ("top_p", -1)]
+    [
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_p", 1.1),
+        ("top_p", -1),
+    ]
     + [("stream", 1), ("stream", "true"), ("ignore_eos", "yes"), ("model", 3), ("return_token_ids", 1)],
 )
 def test_common_types_and_ranges(name: str, value: Any) -> None:
@@ -121,7 +145,13 @@ def test_what_can_not_be_honoured_is_refused_by_name(name: str, value: Any) -> N
 @pytest.mark.parametrize(
     ("name", "value"),
     [("n", 1), ("presence_penalty", 0), ("frequency_penalty", 0.0), ("logit_bias", {}), ("tools", []), ("echo", False)]
-    + [("tool_choice", "none"), ("response_format", {"type": "text"}), ("user", "me"), ("metadata", {"a": "b"}), ("top_k", -1)],
+    + [
+        ("tool_choice", "none"),
+        ("response_format", {"type": "text"}),
+        ("user", "me"),
+        ("metadata", {"a": "b"}),
+        ("top_k", -1),
+    ],
 )
 def test_values_that_change_nothing_are_accepted(name: str, value: Any) -> None:
     assert chat(**{name: value}).ignored == ()
@@ -225,8 +255,22 @@ def test_prompts() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "param"),
-    [("", "prompt"), ([], "prompt"), (None, "prompt"), (7, "prompt"), (["a", "b"], "prompt"), ([""], "prompt"), ({}, "prompt")]
-    + [([1, -1], "prompt[1]"), ([1, 1 << 31], "prompt[1]"), ([1, "a"], "prompt[1]"), ([1.5], "prompt[0]"), ([True], "prompt[0]")],
+    [
+        ("", "prompt"),
+        ([], "prompt"),
+        (None, "prompt"),
+        (7, "prompt"),
+        (["a", "b"], "prompt"),
+        ([""], "prompt"),
+        ({}, "prompt"),
+    ]
+    + [
+        ([1, -1], "prompt[1]"),
+        ([1, 1 << 31], "prompt[1]"),
+        ([1, "a"], "prompt[1]"),
+        ([1.5], "prompt[0]"),
+        ([True], "prompt[0]"),
+    ],
 )
 def test_prompts_refused(prompt: Any, param: str) -> None:
     assert refused(completion, prompt=prompt).param == param
@@ -237,8 +281,23 @@ def test_prompts_refused(prompt: Any, param: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"7", b"\xff\xfe", b'{"messages": "\xff"}', b'{"messages": [{"role":"user","content":"\\ud800"}]}', b"NaN"]
-    + [b"[" * 100_000, b'{"a":' * 100_000, b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b"\x00", b'{"a": 1e999}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b"\xff\xfe",
+        b'{"messages": "\xff"}',
+        b'{"messages": [{"role":"user","content":"\\ud800"}]}',
+        b"NaN",
+    ]
+    + [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"messages":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"\x00",
+        b'{"a": 1e999}',
+    ],
 )
 def test_hostile_json_is_a_400(body: bytes) -> None:
     for parse in (parse_chat, parse_completion):
@@ -289,7 +348,9 @@ def test_stream_and_whole_say_the_same() -> None:
         choice = whole["choices"][0]
         assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         assert (whole["seed"], whole["max_tokens"]) == (9, 50) == (chunks[0]["seed"], chunks[0]["max_tokens"])
-        assert choice["token_ids"] == [5, 6] == [t for chunk in chunks for t in chunk["choices"][0].get("token_ids") or []]
+        assert (
+            choice["token_ids"] == [5, 6] == [t for chunk in chunks for t in chunk["choices"][0].get("token_ids") or []]
+        )
         if wanted.is_chat:
             assert [chunk["choices"][0]["delta"].get("role") for chunk in chunks] == ["assistant", None, None, None]
             text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
@@ -320,7 +381,9 @@ def test_usage_chunk_has_no_choices() -> None:
 
 def test_without_return_token_ids_there_are_none() -> None:
     shape = shape_of(chat(stream=True), "m", 1)
-    assert b"token_ids" not in shape.first(ACCEPTED) + (shape.delta(TokenOut("id", 0, (5,), "a")) or b"") + shape.last(DONE)
+    assert b"token_ids" not in shape.first(ACCEPTED) + (shape.delta(TokenOut("id", 0, (5,), "a")) or b"") + shape.last(
+        DONE
+    )
     assert shape.delta(TokenOut("id", 1, (5,), "")) is None
 
 

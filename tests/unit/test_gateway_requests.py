@@ -40,9 +40,7 @@ def test_a_new_router_goes_on_behind_the_delivered_tokens() -> None:
     assert table.hear(STARTING, 2, 1.0) == []
     assert not table.is_ready(1.0)
     assert table.hear(TokenOut("r", 2, (7,), "late"), 1, 1.1) == [], "the dead router must not be listened to"
-    assert table.hear(READY, 2, 2.0) == [
-        Tell(Submit("r", Sampling(), prompt="x", resume_ids=(5, 6), resume_chars=2))
-    ]
+    assert table.hear(READY, 2, 2.0) == [Tell(Submit("r", Sampling(), prompt="x", resume_ids=(5, 6), resume_chars=2))]
     assert table.hear(RequestAccepted("r", 3, 9), 2, 2.1) == [], "the client has been told already"
     out = TokenOut("r", 2, (7,), "c")
     assert table.hear(out, 2, 2.2) == [Give("r", out)]
@@ -94,7 +92,9 @@ def test_nobody_waits_for_a_router_for_ever() -> None:
     table.hear(RequestAccepted("a", 3, 9), 1, 0.0)
     table.begin(submit("b"), 0.0)
     assert table.tick(9.0) == []
-    codes = {give.event.error_code if isinstance(give.event, RequestDone) else give.event.code for give in table.tick(11.0)}
+    codes = {
+        give.event.error_code if isinstance(give.event, RequestDone) else give.event.code for give in table.tick(11.0)
+    }
     assert codes == {"router_lost"}
     assert not table.entries
 

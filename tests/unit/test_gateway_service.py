@@ -77,7 +77,9 @@ class FakeRouter:
                 if now >= next_state and not self.is_mute:
                     services = (("router", "ready", os.getpid(), self.incarnation),)
                     detail = "serving" if self.is_ready else "attention is loading layer 3"
-                    bus.send("gateway", GroupState(self.is_ready, detail, "fake", 100, 0, 0, self.incarnation, services))
+                    bus.send(
+                        "gateway", GroupState(self.is_ready, detail, "fake", 100, 0, 0, self.incarnation, services)
+                    )
                     next_state = now + 0.05
                 for identity, msg in server.receive_all():
                     self.said.append(msg)
@@ -99,7 +101,9 @@ class FakeRouter:
     def _handle(self, msg: Any) -> None:
         if isinstance(msg, Abort):
             self.aborts.append(msg)
-            self._later = [(at, action) for at, action in self._later if getattr(action, "request", None) != msg.request]
+            self._later = [
+                (at, action) for at, action in self._later if getattr(action, "request", None) != msg.request
+            ]
             return
         self.submits.append(msg)
         if msg.messages_json is not None:
@@ -119,7 +123,9 @@ class FakeRouter:
         elif verb == "fail":
             self._send(RequestAccepted(msg.request, 3, 50))
             self._send(TokenOut(msg.request, 0, (1,), "half "))
-            self._send(RequestDone(msg.request, "error", 3, 1, error_code="non_finite", error="layer 3, expert 17: NaN"))
+            self._send(
+                RequestDone(msg.request, "error", 3, 1, error_code="non_finite", error="layer 3, expert 17: NaN")
+            )
         else:
             self._answer(msg, text, 0.02 if verb == "slow" else 0.0)
 
@@ -401,7 +407,11 @@ def test_wrong_content_length_hurts_nobody(gateway: GatewayProcess, client: http
 
 
 def test_unknown_paths_and_methods_answer_in_the_same_shape(client: httpx2.Client) -> None:
-    for response, status in ((client.get("/v2"), 404), (client.get("/v1/chat/completions"), 405), (client.post("/health"), 405)):
+    for response, status in (
+        (client.get("/v2"), 404),
+        (client.get("/v1/chat/completions"), 405),
+        (client.post("/health"), 405),
+    ):
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -434,7 +444,9 @@ def test_a_client_that_leaves_before_the_verdict(gateway: GatewayProcess, router
 
 def test_a_hundred_clients_that_leave_during_decode(gateway: GatewayProcess, router: FakeRouter) -> None:
     for _ in range(100):
-        with httpx2.stream("POST", gateway.url + "/v1/chat/completions", json=chat("slow " + "x" * 90, stream=True)) as response:
+        with httpx2.stream(
+            "POST", gateway.url + "/v1/chat/completions", json=chat("slow " + "x" * 90, stream=True)
+        ) as response:
             next(response.iter_raw())
     wait_for(lambda: len({abort.request for abort in router.aborts}) == 100, "all aborts")
     assert httpx2.get(gateway.url + "/health").json()["n_open"] == 0
@@ -491,6 +503,7 @@ def test_an_answer_survives_its_router(gateway: GatewayProcess, stream: bool, di
 def test_readiness_follows_the_group(gateway: GatewayProcess) -> None:
     router = FakeRouter(gateway.endpoints, is_ready=False)
     try:
+
         def incarnation_seen() -> bool:
             services = httpx2.get(gateway.url + "/health").json()["services"]
             return bool(services) and services[0]["incarnation"] == router.incarnation
@@ -539,13 +552,18 @@ def test_models(client: httpx2.Client) -> None:
 def test_the_openai_client_works_unchanged(gateway: GatewayProcess, router: FakeRouter) -> None:
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=gateway.url + "/v1", api_key="none", max_retries=0)
-    answer = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "say hello"}], logprobs=True)
+    answer = client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "say hello"}], logprobs=True
+    )
     assert answer.choices[0].message.content == "hello"
     assert answer.usage.total_tokens == 8
     assert [row.token for row in answer.choices[0].logprobs.content] == list("hello")
     chunks = list(
         client.chat.completions.create(
-            model="fake", messages=[{"role": "user", "content": "say hello"}], stream=True, stream_options={"include_usage": True}
+            model="fake",
+            messages=[{"role": "user", "content": "say hello"}],
+            stream=True,
+            stream_options={"include_usage": True},
         )
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == "hello"
@@ -617,7 +635,9 @@ def test_the_deadline_of_a_drain_ends_streams_with_an_error(tmp_path: Path) -> N
     try:
         await_ready(process, router)
         with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(httpx2.post, process.url + "/v1/chat/completions", json=chat("hang", stream=True), timeout=20)
+            future = pool.submit(
+                httpx2.post, process.url + "/v1/chat/completions", json=chat("hang", stream=True), timeout=20
+            )
             wait_for(lambda: router.submits, "the submission")
             wait_for(lambda: hello_again(router), "hello")
             router.drain_gateway(0.2)
@@ -639,7 +659,9 @@ def test_sigterm_ends_streams_quickly(tmp_path: Path) -> None:
     try:
         await_ready(process, router)
         with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(httpx2.post, process.url + "/v1/chat/completions", json=chat("hang", stream=True), timeout=20)
+            future = pool.submit(
+                httpx2.post, process.url + "/v1/chat/completions", json=chat("hang", stream=True), timeout=20
+            )
             wait_for(lambda: router.submits, "the submission")
             process.process.send_signal(signal.SIGTERM)
             assert process.process.wait(10) == 0

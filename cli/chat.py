@@ -1,0 +1,179 @@
+"""``colibri chat``: a conversation in the terminal; attaches to the running group or starts one.
+
+Works with a terminal and with pipes (one line = one turn). Ctrl-C stops the answer, not the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from cli.client import Answer, Client, ServerError, can_show, clean_text, make_streams_safe, open_session, write_text
+
+HELP = """/help            this list
+/reset           forget the conversation
+/system [TEXT]   forget the conversation and set (or drop) the instruction before it
+/seed [N]        same seed, same text; without N a new one is drawn for each answer
+/temp [T]        temperature; 0 takes the likeliest token; without T the default
+/stats           numbers of the last answer
+/quit            leave (so does Ctrl-D)
+Ctrl-C stops an answer. A line that ends with a backslash goes on."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages so far and how to go on."""
+
+    options: dict[str, Any]
+    messages: list[dict[str, str]] = field(default_factory=list)
+    last: Answer | None = None
+
+    def body(self) -> dict[str, Any]:
+        return {"messages": self.messages, **{key: value for key, value in self.options.items() if value is not None}}
+
+    def reset(self, system: str | None) -> None:
+        self.messages = [{"role": "system", "content": system}] if system else []
+
+    @property
+    def system(self) -> str | None:
+        return self.messages[0]["content"] if self.messages and self.messages[0]["role"] == "system" else None
+
+
+@click.command("chat")
+@click.option("--system", metavar="TEXT", help="Instruction put before the conversation.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), metavar="N", help="Stop each answer after N tokens at the latest."
+)
+@click.option("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default 1.")
+@click.option("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens that make up P.")
+@click.option("--seed", type=int, metavar="N", help="Same seed, same text.")
+@click.option("--model", metavar="DIR", help="Model to start when no group is running; default the embedded one.")
+@click.option("--url", metavar="URL", help="Use the server at this address.")
+@click.option("--run-dir", metavar="DIR", help="Use the group of this run directory.")
+def command(
+    system: str | None, max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None,
+    model: str | None, url: str | None, run_dir: str | None,
+) -> int:  # fmt: skip
+    """Talk to the model."""
+    make_streams_safe()
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    conversation = Conversation(options)
+    conversation.reset(clean_text(system) if system else None)
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    with open_session(url, run_dir, model) as session:
+        if is_terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (line editing and history for input())
+            click.echo(f"Talking to {_model_name(session.client)}. /help lists commands, Ctrl-D leaves.")
+        return _loop(session.client, conversation, is_terminal)
+
+
+def _model_name(client: Client) -> str:
+    status, body = client.get("/v1/models")
+    models = body.get("data", []) if status == 200 and isinstance(body, dict) else []
+    return str(models[0].get("id")) if models else client.url
+
+
+def _loop(client: Client, conversation: Conversation, is_terminal: bool) -> int:
+    """Reads turns until the end of input. Returns 1 when a piped conversation had an answer that failed."""
+    mark = "› " if can_show("› ") else "> "
+    n_failed = 0
+    while True:
+        try:
+            line = _read_turn(mark if is_terminal else "")
+        except EOFError:
+            if is_terminal:
+                click.echo()
+            return 1 if n_failed and not is_terminal else 0
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
+            click.echo("\n(Ctrl-D or /quit leaves)")
+            continue
+        if not line.strip():
+            continue
+        if line.startswith("/"):
+            if _obey(line, conversation):
+                return 0
+            continue
+        n_failed += not _answer(client, conversation, line)
+
+
+def _read_turn(mark: str) -> str:
+    """One line, or several when they end with a backslash."""
+    parts: list[str] = []
+    while True:
+        if mark:
+            line = input(mark)
+        else:
+            line = sys.stdin.readline()
+            if not line:
+                if parts:
+                    return clean_text("\n".join(parts))
+                raise EOFError
+            line = line.rstrip("\r\n")
+        if not line.endswith("\\"):
+            return clean_text("\n".join([*parts, line]))
+        parts.append(line[:-1])
+
+
+def _answer(client: Client, conversation: Conversation, text: str) -> bool:
+    """One turn. A turn that failed leaves no trace in the conversation; one that was stopped keeps what was said."""
+    conversation.messages.append({"role": "user", "content": text})
+    answer = Answer()
+    is_stopped = False
+    try:
+        stream = client.stream("/v1/chat/completions", conversation.body(), answer)
+        try:
+            for piece in stream:
+                write_text(piece)
+        except KeyboardInterrupt:
+            is_stopped = True
+        finally:
+            stream.close()  # closes the connection: the server stops working for us
+    except ServerError as error:
+        if answer.text:
+            write_text("\n")
+        click.echo(f"error: {error}", err=True)
+        conversation.messages.pop()
+        return False
+    write_text(" [stopped]\n" if is_stopped else "\n")
+    conversation.last = answer
+    if answer.text:
+        conversation.messages.append({"role": "assistant", "content": answer.text})
+    else:
+        conversation.messages.pop()
+    return True
+
+
+def _obey(line: str, conversation: Conversation) -> bool:
+    """A command; True = leave."""
+    name, _, value = line[1:].strip().partition(" ")
+    value = value.strip()
+    if name in ("quit", "exit", "q"):
+        return True
+    if name in ("help", "?"):
+        click.echo(HELP)
+    elif name == "reset":
+        conversation.reset(conversation.system)
+        click.echo("(forgotten)")
+    elif name == "system":
+        conversation.reset(value or None)
+        click.echo("(forgotten; instruction set)" if value else "(forgotten; no instruction)")
+    elif name in ("seed", "temp"):
+        key, kind = ("seed", int) if name == "seed" else ("temperature", float)
+        try:
+            conversation.options[key] = kind(value) if value else None
+        except ValueError:
+            click.echo(f"{value!r} is no number", err=True)
+    elif name == "stats":
+        click.echo(conversation.last.summary() if conversation.last else "nothing was answered yet")
+    else:
+        click.echo(
+            f"there is no /{name}; /help lists commands. (To send such a line, put a blank before it.)", err=True
+        )
+    return False
