@@ -193,7 +193,11 @@ def render(messages: list[Any]) -> list[dict[str, Any]]:
     return json.loads(parse_chat(json.dumps({"messages": messages}).encode(), "id").submit.messages_json or b"")
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+BAD_CALLS = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+CALLS = {"role": "assistant", "tool_calls": [CALL]}
 
 
 def test_all_forms_of_a_tool_history_become_one() -> None:
@@ -229,12 +233,12 @@ def test_all_forms_of_a_tool_history_become_one() -> None:
         (HELLO + [{"role": "assistant", "content": None}], "messages[1]"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": 7}], "messages[0].content"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [IMAGE]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
-        (HELLO + [{"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c9", "content": "2"}], "messages[2].tool_call_id"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]}], "messages[0].tool_calls[0].function.arguments"),
+        (HELLO + [CALLS, {"role": "tool", "tool_call_id": "c9", "content": "2"}], "messages[2].tool_call_id"),
+        ([BAD_CALLS], "messages[0].tool_calls[0].function.arguments"),
     ],
 )  # fmt: skip
 def test_malformed_histories_name_the_message(messages: Any, param: str) -> None:

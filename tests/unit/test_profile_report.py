@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -197,7 +198,7 @@ def test_chrome_trace_has_a_lane_per_overlapping_read() -> None:
     assert len({event["tid"] for event in reads}) == 2
     for track in {(event["pid"], event["tid"]) for event in events}:
         spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if (e["pid"], e["tid"]) == track)
-        assert all(a[1] <= b[0] + 1e-6 for a, b in zip(spans, spans[1:])), "rows of one track must not overlap"
+        assert all(a[1] <= b[0] + 1e-6 for a, b in itertools.pairwise(spans)), "rows of one track must not overlap"
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert names == {ROUTER, ATTENTION, EXPERT_IO}
 
