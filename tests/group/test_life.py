@@ -1,0 +1,191 @@
+"""The group's life as the user sees it: start, status, stop, a busy port, a second start, the death of any process."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.group.harness import Group, event_tokens, run_up, wait_clean
+
+pytestmark = pytest.mark.group
+
+PROMPT = [3, 14, 15, 92, 65, 35]
+
+
+@pytest.fixture
+def model(converted: Callable[[str, str], Path]) -> Path:
+    return converted("glm_moe_dsa", "int8")
+
+
+def test_status_names_every_service_and_ctrl_c_leaves_nothing(model: Path, start_group: Callable[..., Group]) -> None:
+    group = start_group(model, draft=1)
+    status = group.status()
+    assert status["ready"] is True
+    services = {service["name"]: service for service in status["services"]}
+    assert set(services) == {"gateway", "router", "attention", "expert_io", "drafter"}
+    for name, service in services.items():
+        assert service["state"] == "ready"
+        assert service["incarnation"] == 1
+        assert f"services.{name}".encode() in Path(f"/proc/{service['pid']}/cmdline").read_bytes()
+    table = run_up("--run-dir", str(group.run_dir), "--status")
+    assert re.search(rf"expert_io +{services['expert_io']['pid']} +ready +1", table.stdout), table.stdout
+    assert len(group.tokens(PROMPT, 5)) == 5
+    assert group.stop(signal.SIGINT) == 0
+    wait_clean(group)
+    after = run_up("--run-dir", str(group.run_dir), "--status")
+    assert after.returncode == 78
+    assert "no group runs in" in after.stderr
+
+
+def test_daemon_survives_its_starter_and_stops_from_another_shell(model: Path, run_dir: Path) -> None:
+    started = run_up(str(model), "--run-dir", str(run_dir), "--port", "0", "--daemon")
+    assert started.returncode == 0, started.stdout + started.stderr
+    group = Group(model, run_dir)
+    group.note_pids()
+    group.url = re.findall(r"http://[\d.:]+", started.stdout)[0]
+    group.run_id = group.status()["run_id"]
+    assert len(group.tokens(PROMPT, 3)) == 3
+    stopped = run_up("--run-dir", str(run_dir), "--stop")
+    assert stopped.returncode == 0, stopped.stderr
+    wait_clean(group, 0.5)
+
+
+def test_second_start_on_a_run_directory_fails_at_once(model: Path, start_group: Callable[..., Group]) -> None:
+    group = start_group(model)
+    begin = time.monotonic()
+    second = run_up(str(model), "--run-dir", str(group.run_dir), "--port", "0")
+    assert time.monotonic() - begin < 3.0  # one second of work, on a busy machine
+    assert second.returncode == 78
+    assert "a group already runs in" in second.stderr
+    assert "--stop" in second.stderr
+    assert second.stderr.count("\n") == 1
+    assert group.status()["ready"] is True
+
+
+def test_busy_port_fails_at_once_and_leaves_nothing(model: Path, run_dir: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        begin = time.monotonic()
+        done = run_up(str(model), "--run-dir", str(run_dir), "--port", str(port))
+        assert time.monotonic() - begin < 3.0
+    assert done.returncode == 78
+    assert done.stderr.strip() == (
+        f"colibri-up: port {port} of 127.0.0.1 is in use by another program; choose another with --port"
+    )
+    assert {path.name for path in run_dir.iterdir()} <= {"lock"}
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
+def test_death_of_colibri_up_takes_the_group_along(model: Path, run_dir: Path, sig: int) -> None:
+    group = Group(model, run_dir).start()
+    assert group.process is not None
+    os.kill(group.process.pid, sig)
+    group.process.wait(20)
+    wait_clean(group)
+
+
+def test_death_of_the_keeper_takes_the_group_along(model: Path, run_dir: Path) -> None:
+    group = Group(model, run_dir).start()
+    assert group.process is not None
+    os.kill(group.keeper_pid, signal.SIGKILL)
+    assert group.process.wait(20) == 70
+    assert "supervisor ended unexpectedly" in group.said
+    wait_clean(group)
+
+
+def test_death_of_everything_at_once_is_swept_by_the_next_start(model: Path, run_dir: Path) -> None:
+    group = Group(model, run_dir).start()
+    group.kill_all()
+    assert list(Path("/dev/shm").glob(f"colibri-{os.getuid()}-{group.run_id}*"))
+    old_run = group.run_id
+    with Group(model, run_dir) as again:
+        assert again.run_id != old_run
+        assert not list(Path("/dev/shm").glob(f"colibri-{os.getuid()}-{old_run}*"))
+        assert len(again.tokens(PROMPT, 2)) == 2
+
+
+@pytest.mark.parametrize("service", ["router", "attention", "expert_io", "drafter", "gateway"])
+def test_killed_service_comes_back(model: Path, start_group: Callable[..., Group], service: str) -> None:
+    group = start_group(model, draft=1)
+    before = group.tokens(PROMPT, 12)
+    old_pid = group.kill(service)
+    deadline = time.monotonic() + 20
+    while True:
+        found = {entry["name"]: entry for entry in group.status()["services"]}[service]
+        if found["state"] == "ready" and found["pid"] != old_pid:
+            break
+        assert time.monotonic() < deadline, f"{found}\n{group.logs()}"
+        time.sleep(0.1)
+    assert found["incarnation"] == 2
+    group.wait_ready()
+    assert group.tokens(PROMPT, 12) == before
+
+
+@pytest.mark.parametrize("service", ["router", "attention", "expert_io", "drafter"])
+def test_answer_survives_the_death_of_a_service(model: Path, start_group: Callable[..., Group], service: str) -> None:
+    """The promise of the design: the stream is delayed, it neither ends nor changes."""
+    group = start_group(model, draft=1)
+    n_tokens = 200
+    solo = group.tokens(PROMPT, n_tokens)
+    got: list[int] = []
+    is_killed = False
+    for event in group.stream(PROMPT, n_tokens):
+        assert "error" not in event, f"{event}\n{group.logs()}"
+        got += event_tokens(event)
+        if len(got) >= 20 and not is_killed:
+            group.kill(service)
+            is_killed = True
+    assert is_killed
+    assert got == solo
+    group.wait_ready()
+    assert group.tokens(PROMPT, 12) == solo[:12]
+
+
+def test_stopped_process_is_found_and_replaced(model: Path, start_group: Callable[..., Group]) -> None:
+    group = start_group(model)
+    before = group.tokens(PROMPT, 8)
+    pid = group.kill("attention", signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while group.pid("attention") == pid or not group.pid("attention"):
+        assert time.monotonic() < deadline, group.logs()
+        time.sleep(0.1)
+    group.wait_ready()
+    assert group.tokens(PROMPT, 8) == before
+
+
+def test_second_signal_does_not_wait_for_requests(model: Path, start_group: Callable[..., Group]) -> None:
+    group = start_group(model, max_context=1024)
+    stream = group.stream(PROMPT, 1000)
+    next(stream)
+    assert group.process is not None
+    group.note_pids()
+    group.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    begin = time.monotonic()
+    group.process.send_signal(signal.SIGINT)
+    group.process.wait(20)
+    assert time.monotonic() - begin < 8
+    wait_clean(group)
+
+
+def test_drain_lets_a_running_answer_finish_and_refuses_new_ones(model: Path, start_group: Callable[..., Group]) -> None:
+    group = start_group(model)
+    events = group.stream(PROMPT, 150)
+    got = event_tokens(next(events))
+    assert group.process is not None
+    group.note_pids()
+    group.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    refused = group.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 2})
+    assert refused.status_code == 503, refused.text
+    for event in events:
+        got += event_tokens(event)
+    assert len(got) == 150
+    assert group.process.wait(20) == 0
