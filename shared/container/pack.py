@@ -182,10 +182,12 @@ def _pad_groups(w: F32) -> F32:
 
 
 def _pack_f32(w: F32) -> tuple[U8, U8 | None]:
+    _require_finite(w)
     return _bytes(w.reshape(-1, TILE_ROWS, w.shape[1]).transpose(0, 2, 1)), None
 
 
 def _pack_bf16(w: F32) -> tuple[U8, U8 | None]:
+    _require_finite(w)
     return _bytes(to_bf16(w).reshape(-1, TILE_ROWS, w.shape[1]).transpose(0, 2, 1)), None
 
 

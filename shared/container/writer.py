@@ -67,12 +67,19 @@ class ContainerWriter:
         self.groups_kept = 0
 
     def __enter__(self) -> ContainerWriter:
-        self._prepare()
+        try:
+            self._prepare()
+        except BaseException:
+            self._unlock()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1

@@ -1,0 +1,290 @@
+"""Checkpoints in any arrangement convert alike; checkpoints that can't be right are refused with a sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.container.convert import Conversion
+from shared.container.reader import Container
+from shared.errors import ConfigError, ContainerError
+from tests.oracle import Raw, oracle_config, read_tensors, oracle_dir, write_checkpoint, write_shard
+
+Converted = Callable[[str, str], Path]
+DATA = "*.safetensors"
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    names = sorted(path.name for path in a.glob(DATA))
+    return names == sorted(path.name for path in b.glob(DATA)) and all(
+        (a / name).read_bytes() == (b / name).read_bytes() for name in names
+    )
+
+
+def refused(directory: Path, *words: str, precision: str = "f32", error: type[Exception] = ContainerError) -> str:
+    with pytest.raises(error) as caught:
+        Conversion(directory, precision)
+    text = str(caught.value)
+    for word in words:
+        assert word in text, text
+    return text
+
+
+@pytest.fixture
+def small() -> tuple[dict[str, Any], dict[str, Raw]]:
+    """The deepseek_v32 oracle as config and raw tensors."""
+    return oracle_config("deepseek_v32"), read_tensors(oracle_dir("deepseek_v32"))
+
+
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "glm_moe_dsa_fp8"])
+def test_one_expert_spread_over_shards(converted: Converted, tmp_path: Path, name: str) -> None:
+    """Weights and fp8 scales of one expert in different files, dealt out in a scrambled order."""
+    tensors = read_tensors(oracle_dir(name))
+    names = sorted(tensors)
+    np.random.default_rng(1).shuffle(names)
+    shards = {f"part-{i}.safetensors": {key: tensors[key] for key in names[i::5]} for i in range(5)}
+    source = write_checkpoint(tmp_path / "in", oracle_config(name), shards)
+    Conversion(source, "int4").run(tmp_path / "out")
+    assert same_weights(tmp_path / "out", converted(name, "int4"))
+
+
+def test_f32_and_f16_checkpoints(small: Any, tmp_path: Path) -> None:
+    """An f32 checkpoint keeps all bits; f16 is widened exactly."""
+    config, tensors = small
+    for dtype, numpy_dtype in (("F32", np.float32), ("F16", np.float16)):
+        cast: dict[str, Raw] = {}
+        rng = np.random.default_rng(2)
+        for key, (_, shape, _) in tensors.items():
+            if "embed_tokens" in key or "shared_head.head" in key:
+                continue
+            cast[key] = (dtype, shape, rng.standard_normal(shape).astype(numpy_dtype).tobytes())
+        embed = rng.standard_normal((256, 96)).astype(numpy_dtype)
+        cast["model.embed_tokens.weight"] = (dtype, (256, 96), embed.tobytes())
+        source = write_checkpoint(tmp_path / dtype, config, {"model.safetensors": cast})
+        Conversion(source, "f32").run(tmp_path / f"{dtype}-out")
+        from shared.container.reader import aligned_buffer
+
+        loaded = Container.open(tmp_path / f"{dtype}-out").read_dense(["model.embed_tokens.weight"], aligned_buffer)
+        assert np.array_equal(loaded["model.embed_tokens.weight"].weight, embed.astype(np.float32))
+
+
+def test_extra_prefix_is_recognised(converted: Converted, small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    renamed = {f"language_model.{key}": value for key, value in tensors.items()}
+    source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": renamed})
+    Conversion(source, "f32").run(tmp_path / "out")
+    assert same_weights(tmp_path / "out", converted("deepseek_v32", "f32"))
+
+
+def test_indexer_on_shared_layers_is_ignored(converted: Converted, tmp_path: Path) -> None:
+    tensors = read_tensors(oracle_dir("glm_moe_dsa"))
+    for key in [key for key in tensors if key.startswith("model.layers.0.self_attn.indexer.")]:
+        tensors[key.replace(".0.", ".3.", 1)] = tensors[key]
+    tensors["model.layers.3.self_attn.rotary_emb.inv_freq"] = ("F32", (8,), bytes(32))
+    source = write_checkpoint(tmp_path / "in", oracle_config("glm_moe_dsa"), {"model.safetensors": tensors})
+    Conversion(source, "f32").run(tmp_path / "out")
+    assert same_weights(tmp_path / "out", converted("glm_moe_dsa", "f32"))
+
+
+def test_tied_embeddings_make_the_head(small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    embed = tensors["model.embed_tokens.weight"]
+    tied = {key: value for key, value in tensors.items() if key not in ("lm_head.weight",) and "shared_head.head" not in key}
+    source = write_checkpoint(tmp_path / "in", {**config, "tie_word_embeddings": True}, {"model.safetensors": tied})
+    Conversion(source, "bf16").run(tmp_path / "out")
+    from shared.container.reader import aligned_buffer
+    from tests.reference.mla_moe import plain_values
+
+    container = Container.open(tmp_path / "out")
+    head = container.read_dense(["lm_head.weight"], aligned_buffer)["lm_head.weight"]
+    wanted = (np.frombuffer(embed[2], np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(256, 96)
+    assert np.array_equal(plain_values(head), wanted)
+    tied["lm_head.weight"] = tensors["lm_head.weight"]  # not the embedding, although the config says so
+    write_shard(source / "model.safetensors", tied)
+    refused(source, "lm_head.weight", "differs")
+
+
+def test_mtp_head_that_differs_is_refused(small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    dtype, shape, data = tensors["model.layers.4.shared_head.head.weight"]
+    tensors["model.layers.4.shared_head.head.weight"] = (dtype, shape, b"\x01\x3f" + data[2:])
+    source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
+    refused(source, "model.layers.4.shared_head.head.weight", "differs", "lm_head.weight")
+
+
+def test_missing_tensor(small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    del tensors["model.layers.2.mlp.experts.7.up_proj.weight"]
+    source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
+    refused(source, "model.layers.2.mlp.experts.7.up_proj.weight", "no tensor")
+
+
+def test_unknown_tensor(small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    tensors["model.layers.1.self_attn.sinks"] = ("F32", (4,), bytes(16))
+    source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
+    refused(source, "model.layers.1.self_attn.sinks", "no place")
+
+
+def test_mtp_layer_that_the_config_denies(small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    source = write_checkpoint(tmp_path / "in", {**config, "num_nextn_predict_layers": 0}, {"m.safetensors": tensors})
+    refused(source, "model.layers.4.", "no place")
+
+
+def test_wrong_shape(small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    dtype, _, data = tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
+    tensors["model.layers.1.mlp.experts.3.down_proj.weight"] = (dtype, (32, 96), data)
+    source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
+    refused(source, "model.layers.1.mlp.experts.3.down_proj.weight", "[32, 96]", "[96, 32]")
+
+
+def test_unknown_dtype(small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    _, shape, data = tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
+    tensors["model.layers.1.mlp.experts.3.down_proj.weight"] = ("I32", shape, data * 2)
+    source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
+    refused(source, "I32", "experts.3.down_proj")
+
+
+def test_fp8_without_its_scale(tmp_path: Path) -> None:
+    tensors = read_tensors(oracle_dir("glm_moe_dsa_fp8"))
+    name = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    scale = tensors.pop(name)
+    source = write_checkpoint(tmp_path / "in", oracle_config("glm_moe_dsa_fp8"), {"model.safetensors": tensors})
+    refused(source, name, "F8_E4M3")
+    tensors[name] = ("F32", (1, 2), scale[2][:8])  # a block missing: sizes are not guessed from ratios
+    write_shard(source / "model.safetensors", tensors)
+    refused(source, name, "[2, 2]", "[1, 2]")
+
+
+def test_bf16_with_a_scale_is_contradictory(small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    tensors["model.layers.0.mlp.down_proj.weight_scale_inv"] = ("F32", (1, 1), bytes(4))
+    source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
+    refused(source, "model.layers.0.mlp.down_proj.weight_scale_inv")
+
+
+@pytest.mark.parametrize("precision", ["f32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "victim", ["model.layers.1.mlp.experts.3.down_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
+)
+def test_weights_that_are_not_finite(small: Any, tmp_path: Path, precision: str, victim: str) -> None:
+    config, tensors = small
+    dtype, shape, data = tensors[victim]
+    tensors[victim] = (dtype, shape, b"\xc0\x7f" + data[2:])
+    if "embed" in victim:
+        tensors.pop("model.layers.4.embed_tokens.weight")
+    source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
+    with pytest.raises(ContainerError, match="NaN") as caught:
+        Conversion(source, precision).run(tmp_path / "out")
+    assert victim in str(caught.value)
+    assert not (tmp_path / "out" / "colibri.json").exists()
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+
+
+def copy_oracle(tmp_path: Path) -> Path:
+    """A writable copy of the three-shard oracle, without the arrays."""
+    target = tmp_path / "in"
+    target.mkdir()
+    for path in oracle_dir("glm_moe_dsa").glob("*"):
+        if path.suffix in (".json", ".safetensors"):
+            (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    (source / "model-00002-of-00003.safetensors").unlink()
+    refused(source, "model-00002-of-00003.safetensors", "missing")
+
+
+def test_truncated_shard(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    shard = source / "model-00003-of-00003.safetensors"
+    size = shard.stat().st_size
+    for keep in (size - 1, size // 2, 200, 8, 3, 0):
+        with open(shard, "r+b") as file:
+            file.truncate(keep)
+        refused(source, "model-00003-of-00003.safetensors", "truncated")
+
+
+def test_header_that_is_nonsense(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    shard = source / "model-00001-of-00003.safetensors"
+    original = shard.read_bytes()
+    length = int.from_bytes(original[:8], "little")
+    bad_json = original[:8] + b"[" + original[9:]
+    header = json.loads(original[8 : 8 + length])
+    for name, change in (
+        ("dtype", lambda e: e.pop("dtype")),
+        ("offsets", lambda e: e.update(data_offsets=[5, -3])),
+        ("shape", lambda e: e.update(shape=[1 << 40, 1 << 40])),
+        ("types", lambda e: e.update(data_offsets="ab")),
+        ("text", lambda e: e.update(shape=["x"])),
+    ):
+        changed = json.loads(json.dumps(header))
+        change(changed["model.norm.weight"])
+        text = json.dumps(changed).encode()
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + original[8 + length :])
+        refused(source, "model-00001-of-00003.safetensors", "model.norm.weight")
+        assert name
+    shard.write_bytes(bad_json)
+    refused(source, "model-00001-of-00003.safetensors", "JSON")
+    shard.write_bytes(b"\xff" * 8 + original[8:])
+    refused(source, "model-00001-of-00003.safetensors", "truncated")
+
+
+def test_index_that_leads_outside(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    index = source / "model.safetensors.index.json"
+    loaded = json.loads(index.read_text())
+    loaded["weight_map"]["model.norm.weight"] = "../../etc/passwd"
+    index.write_text(json.dumps(loaded))
+    refused(source, "../../etc/passwd", "same directory")
+    index.write_text("{}")
+    refused(source, "weight_map")
+    index.write_text("nonsense")
+    refused(source, "malformed")
+
+
+def test_index_that_promises_too_much(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    index = source / "model.safetensors.index.json"
+    loaded = json.loads(index.read_text())
+    loaded["weight_map"]["model.layers.99.extra"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(loaded))
+    refused(source, "model.layers.99.extra")
+
+
+def test_tensor_in_two_files(small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    source = write_checkpoint(tmp_path / "in", config, {"a.safetensors": tensors})
+    write_shard(source / "b.safetensors", {"model.norm.weight": tensors["model.norm.weight"]})
+    refused(source, "model.norm.weight", "a.safetensors", "b.safetensors")
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    refused(tmp_path, "config.json", error=ConfigError)
+    refused(tmp_path / "nowhere", "config.json", error=ConfigError)
+    (tmp_path / "config.json").write_text(json.dumps(oracle_config("glm_moe_dsa")))
+    refused(tmp_path, "safetensors")
+
+
+def test_unknown_family_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    config = oracle_config("glm_moe_dsa")
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "gpt_oss"}))
+    refused(source, "gpt_oss", "glm_moe_dsa", error=ConfigError)
+
+
+def test_container_is_no_checkpoint(converted: Converted) -> None:
+    refused(converted("glm_moe_dsa", "f32"), "already a container")
