@@ -11,6 +11,7 @@ stacked (`experts_gate` [E, F, D]) and split only when exported; attention is th
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +22,18 @@ from torch import Tensor, nn
 class Shape:
     """Sizes of the model; every inner size is a multiple of 64, the group of the int4 format."""
 
-    vocab_size: int = 4096
-    hidden: int = 256
+    vocab_size: int = 3072
+    hidden: int = 192
     n_layers: int = 6
     n_dense_layers: int = 1
-    dense_inner: int = 768
-    n_experts: int = 48
+    dense_inner: int = 512
+    n_experts: int = 64
     gate_k: int = 4
-    expert_inner: int = 128
+    expert_inner: int = 64
     routed_scale: float = 1.0
     n_heads: int = 4
     q_rank: int = 128
-    kv_rank: int = 128
+    kv_rank: int = 64
     nope_dim: int = 64
     rope_dim: int = 32
     v_dim: int = 64
@@ -43,7 +44,7 @@ class Shape:
     rope_theta: float = 10000.0
     eps: float = 1e-5
     max_positions: int = 2048
-    capacity: float = 1.5
+    capacity: float = 1.25
 
 
 class RMSNorm(nn.Module):
@@ -163,6 +164,28 @@ class Attention(nn.Module):
         return self.o_proj(out)
 
 
+class Regroup(torch.autograd.Function):
+    """rows[take], whose gradient is gathered too (scattered adds are slow on a CPU).
+
+    `take` i64[M] lists a row for every output row, with rows.shape[0] meaning a row of zeros.  `back`
+    i64[N, K] lists for every input row the K output rows made from it, with M meaning none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, take: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return torch.cat([rows, rows.new_zeros(1, rows.shape[1])]).index_select(0, take)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        padded = torch.cat([grad, grad.new_zeros(1, grad.shape[1])])
+        out = padded.index_select(0, back[:, 0])
+        for k in range(1, back.shape[1]):
+            out = out + padded.index_select(0, back[:, k])
+        return out, None, None
+
+
 class GatedMLP(nn.Module):
     def __init__(self, hidden: int, inner: int, gain: float) -> None:
         super().__init__()
@@ -202,27 +225,28 @@ class MoE(nn.Module):
 
         # Rank of every (token, choice) within its expert; what exceeds the capacity is dropped (training only).
         pairs = eids.reshape(-1)
-        capacity = n if n <= 64 else int(n * s.gate_k / s.n_experts * s.capacity + 64)
+        n_pairs = pairs.numel()
+        capacity = min(n, int(n * s.gate_k / s.n_experts * s.capacity + 63) // 64 * 64)
+        n_slots = s.n_experts * capacity
         order = torch.argsort(pairs, stable=True)
-        counts = torch.bincount(pairs, minlength=s.n_experts)
+        counts = (pairs[:, None] == torch.arange(s.n_experts, device=x.device)).sum(0)
         starts = torch.cumsum(counts, 0) - counts
         sorted_pairs = pairs[order]
-        rank = torch.arange(pairs.numel(), device=x.device) - starts[sorted_pairs]
-        is_kept = rank < capacity
-        # one spare row per expert swallows the overflow
-        slot = sorted_pairs * (capacity + 1) + torch.where(is_kept, rank, capacity)
-        source = torch.full((s.n_experts * (capacity + 1),), n, dtype=torch.long, device=x.device)
-        source = source.scatter(0, slot, torch.where(is_kept, order // s.gate_k, n))
-        padded = torch.cat([flat, flat.new_zeros(1, s.hidden)])
-        rows = padded[source].view(s.n_experts, capacity + 1, s.hidden)
+        rank = torch.arange(n_pairs, device=x.device) - starts[sorted_pairs]
+        slot = torch.where(rank < capacity, sorted_pairs * capacity + rank, n_slots)
+        slot_of_pair = torch.empty_like(slot).scatter(0, order, slot)
+        pair_of_slot = torch.full((n_slots + 1,), n_pairs, dtype=torch.long, device=x.device)
+        pair_of_slot = pair_of_slot.scatter(0, slot, order)[:n_slots]
+        token_of_slot = pair_of_slot // s.gate_k
+
+        rows = Regroup.apply(flat, token_of_slot, slot_of_pair.view(n, s.gate_k))
+        rows = rows.view(s.n_experts, capacity, s.hidden)
         inner = F.silu(torch.bmm(rows, self.experts_gate.transpose(1, 2))) * torch.bmm(
             rows, self.experts_up.transpose(1, 2)
         )
-        out = torch.bmm(inner, self.experts_down.transpose(1, 2)).view(-1, s.hidden)
-        slot_of_pair = torch.empty_like(slot).scatter(0, order, slot)
-        kept_pair = torch.zeros_like(weight.reshape(-1)).scatter(0, order, is_kept.to(weight.dtype))
-        picked = out[slot_of_pair].view(n, s.gate_k, s.hidden).float()
-        routed = (picked * (weight * kept_pair.view(n, s.gate_k)).unsqueeze(-1)).sum(1)
+        out = torch.bmm(inner, self.experts_down.transpose(1, 2)).view(n_slots, s.hidden)
+        picked = Regroup.apply(out, slot_of_pair, pair_of_slot.view(n_slots, 1)).view(n, s.gate_k, s.hidden)
+        routed = (picked.float() * weight.unsqueeze(-1)).sum(1)
         result = routed.to(x.dtype) + self.shared_experts(flat)
         return result.view_as(x), counts.float()
 
@@ -315,11 +339,16 @@ class Fledgling(nn.Module):
         assert counts is not None
         return self.draft.head_norm(x), counts
 
-    def losses(self, ids: Tensor, use_indexer: bool = False) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """ids i64[B, T+1] -> (main loss, draft loss, tokens per expert of every sparse layer, draft layer last)."""
+    def losses(self, ids: Tensor, use_indexer: bool = False, draft_rows: int = 0) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """ids i64[B, T+1] -> (main loss, draft loss, tokens per expert of every sparse layer, draft layer last).
+
+        The draft layer trains on the first `draft_rows` rows only (0: all), which saves time.
+        """
         inputs, targets = ids[:, :-1], ids[:, 1:]
         hidden, loads = self.hidden_states(inputs, use_indexer)
         main = cross_entropy(self.lm_head(hidden), targets)
+        if draft_rows:
+            hidden, targets = hidden[:draft_rows], targets[:draft_rows]
         out, counts = self.draft_states(targets[:, :-1], hidden[:, :-1], use_indexer)
         draft = cross_entropy(self.lm_head(out), targets[:, 1:])
         return main, draft, [*loads, counts]
@@ -339,12 +368,3 @@ def count_parameters(shape: Shape) -> dict[str, int]:
     idle = (shape.n_layers - shape.n_dense_layers) * (shape.n_experts - shape.gate_k) * expert
     embedding = shape.vocab_size * shape.hidden
     return {"total": total, "draft layer": draft, "active": total - draft - idle - embedding, "expert": expert}
-
-
-def to_training_types(model: Fledgling) -> Fledgling:
-    """bf16 weights, except the gates, which choose and must not be rounded, and the indexers' key norm."""
-    for name, module in model.named_modules():
-        for key, parameter in module.named_parameters(recurse=False):
-            keep_f32 = key == "gate_weight"
-            parameter.data = parameter.data.float() if keep_f32 else parameter.data.bfloat16()
-    return model
