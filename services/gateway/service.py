@@ -46,7 +46,7 @@ class GatewayService(AsyncService):
         listener = bind(ctx.config.host, ctx.config.port)
         host, port = listener.getsockname()[:2]
         engine = self._engine = GatewayEngine(
-            lambda msg: bool(ctx.bus.send(ROUTER, msg)), Limits(silent_s=max(5.0, 5 * ctx.config.heartbeat_s))
+            lambda msg: bool(ctx.bus.send(ROUTER, msg)), Limits(silent_s=max(2.0, 5 * ctx.config.heartbeat_s))
         )
         self._server = _Server(
             uvicorn.Config(

@@ -1,0 +1,184 @@
+"""Streams on the wire, with the ASGI application called directly: keep-alive, order of events, clients that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from services.gateway.app import make_app
+from services.gateway.engine import GatewayEngine
+from services.gateway.requests import Limits
+from shared.log import Log
+from shared.messages.base import Msg
+from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
+from shared.messages.router import Abort, Submit
+
+READY = GroupState(True, "serving", "m", 100)
+
+
+class Exchange:
+    """One request to the application, event by event; the test plays client and router."""
+
+    def __init__(self, body: dict[str, Any], *, keep_alive_s: float = 10.0, limits: Limits | None = None) -> None:
+        self.told: list[Msg] = []
+        self.sent: list[dict[str, Any]] = []
+        self.accepts_sends = True
+        self.engine = GatewayEngine(self._tell, limits)
+        self.engine.hear(READY, 1)
+        self._gone = asyncio.Event()
+        self._body = json.dumps(body).encode()
+        self._app = make_app(self.engine, Log("test"), keep_alive_s)
+        self.task = asyncio.create_task(self._run())
+
+    def _tell(self, msg: Msg) -> bool:
+        self.told.append(msg)
+        return self.accepts_sends
+
+    async def _run(self) -> None:
+        scope = {
+            "type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"",
+            "root_path": "", "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
+        }  # fmt: skip
+        is_read = False
+
+        async def receive() -> dict[str, Any]:
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                return {"type": "http.request", "body": self._body, "more_body": False}
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(event: Any) -> None:
+            self.sent.append(event)
+
+        await self._app(scope, receive, send)
+
+    def leave(self) -> None:
+        self._gone.set()
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    async def submitted(self) -> str:
+        await self.until(lambda: any(isinstance(msg, Submit) for msg in self.told))
+        return next(msg.request for msg in self.told if isinstance(msg, Submit))
+
+    @property
+    def wire(self) -> bytes:
+        return b"".join(event.get("body", b"") for event in self.sent)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x"}], **fields}
+
+
+def test_nothing_is_sent_before_the_verdict_then_headers_and_role_at_once() -> None:
+    async def main() -> None:
+        exchange = Exchange(chat(stream=True))
+        request = await exchange.submitted()
+        await asyncio.sleep(0.02)
+        assert exchange.sent == []
+        exchange.engine.hear(RequestAccepted(request, 3, 50), 1)
+        await exchange.until(lambda: len(exchange.sent) == 2)
+        assert exchange.status == 200
+        assert b'"role":"assistant"' in exchange.wire
+        exchange.engine.hear(RequestDone(request, "stop", 3, 0), 1)
+        await exchange.task
+        assert exchange.wire.endswith(b"data: [DONE]\n\n")
+        assert exchange.sent[-1].get("more_body") is False
+
+    asyncio.run(main())
+
+
+def test_keep_alive_follows_the_clock_also_while_text_is_withheld() -> None:
+    async def main() -> None:
+        exchange = Exchange(chat(stream=True), keep_alive_s=0.05)
+        request = await exchange.submitted()
+        exchange.engine.hear(RequestAccepted(request, 3, 50), 1)
+        began = time.monotonic()
+        index = 0
+        while time.monotonic() - began < 0.4:  # tokens come all the time but none shows text
+            exchange.engine.hear(TokenOut(request, index, (5,), ""), 1)
+            index += 1
+            await asyncio.sleep(0.01)
+        n_comments = exchange.wire.count(b": keep-alive\n\n")
+        assert 4 <= n_comments <= 8
+        exchange.engine.hear(TokenOut(request, index, (5,), "text"), 1)
+        exchange.engine.hear(RequestDone(request, "length", 3, index + 1), 1)
+        await exchange.task
+        events = [block for block in exchange.wire.decode().split("\n\n") if block and not block.startswith(":")]
+        assert all(event.startswith("data: ") and "\n" not in event for event in events)
+        assert len(events) == 4
+
+    asyncio.run(main())
+
+
+def test_a_refusal_is_a_plain_answer() -> None:
+    async def main() -> None:
+        exchange = Exchange(chat(stream=True))
+        request = await exchange.submitted()
+        exchange.engine.hear(RequestRefused(request, 400, "context_length_exceeded", "200 > 100", "messages"), 1)
+        await exchange.task
+        assert exchange.status == 400
+        assert json.loads(exchange.wire)["error"]["param"] == "messages"
+        assert not [msg for msg in exchange.told if isinstance(msg, Abort)]
+
+    asyncio.run(main())
+
+
+def test_a_client_that_vanishes_is_aborted_in_both_modes() -> None:
+    async def main(stream: bool) -> None:
+        exchange = Exchange(chat(stream=stream))
+        request = await exchange.submitted()
+        exchange.engine.hear(RequestAccepted(request, 3, 50), 1)
+        exchange.leave()
+        await exchange.task
+        assert exchange.told[-1] == Abort(request, "client_gone")
+        assert exchange.engine.is_idle
+        assert exchange.engine.n_open == 0
+
+    asyncio.run(main(True))
+    asyncio.run(main(False))
+
+
+def test_a_router_that_never_comes_back_ends_with_a_named_error() -> None:
+    async def main(stream: bool) -> None:
+        exchange = Exchange(chat(stream=stream), limits=Limits(grace_s=0.05, silent_s=0.01))
+        request = await exchange.submitted()
+        exchange.engine.hear(RequestAccepted(request, 3, 50), 1)
+        await asyncio.sleep(0.1)
+        exchange.engine.tick()
+        await exchange.task
+        assert b'"code":"router_lost"' in exchange.wire
+        assert b"[DONE]" not in exchange.wire
+        assert exchange.status == (200 if stream else 503)
+
+    asyncio.run(main(True))
+    asyncio.run(main(False))
+
+
+def test_a_full_bus_delays_the_submission_and_loses_nothing() -> None:
+    async def main() -> None:
+        exchange = Exchange(chat(), limits=Limits(retry_s=0.01))
+        exchange.accepts_sends = False
+        request = await exchange.submitted()
+        exchange.accepts_sends = True
+        await asyncio.sleep(0.03)
+        exchange.engine.tick()
+        assert len([msg for msg in exchange.told if isinstance(msg, Submit)]) == 2
+        exchange.engine.hear(RequestAccepted(request, 3, 50), 1)
+        exchange.engine.hear(TokenOut(request, 0, (5,), "a"), 1)
+        exchange.engine.hear(RequestDone(request, "stop", 3, 1), 1)
+        await exchange.task
+        assert json.loads(exchange.wire)["choices"][0]["message"]["content"] == "a"
+
+    asyncio.run(main())
