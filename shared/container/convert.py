@@ -113,7 +113,7 @@ class Conversion:
         with ContainerWriter(out, self.plan, self.identity) as writer:
             writer.require_space()
             with ThreadPoolExecutor(n_threads) as pool:
-                self._ahead = _Ahead(pool, self._make_expert, depth=n_threads + 1)
+                self._ahead = Ahead(pool, self._make_expert, depth=n_threads + 1)
                 try:
                     writer.write(self._make_dense, self._ahead.get, progress)
                 finally:
@@ -233,7 +233,7 @@ class Conversion:
         return expert_record(layer, matrices)
 
 
-class _Ahead:
+class Ahead:
     """Makes the next experts of a layer in other threads while the caller writes this one."""
 
     def __init__(self, pool: ThreadPoolExecutor, make: Callable[[tuple[ExpertFilePlan, int]], Any], depth: int) -> None:

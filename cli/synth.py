@@ -1,0 +1,30 @@
+"""``colibri synth``: a container of random weights, for measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shared.container.format import PRECISIONS
+from shared.container.synth import PRESETS, Synthesis, preset_config
+
+
+@click.command("synth")
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True, help="The sizes.")
+@click.option("--layers", type=click.IntRange(2, 4000), default=None, help="1 dense layer and the rest with experts.")
+@click.option("--mtp/--no-mtp", default=False, show_default=True, help="Add the MTP layer.")
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), default="int4", show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same bytes.")
+def command(out: Path, preset: str, layers: int | None, mtp: bool, precision: str, seed: int) -> None:
+    """Write a container of random weights to OUT: real sizes, no tokenizer, and it says nothing sensible."""
+    synthesis = Synthesis(preset_config(preset, layers or 0, mtp), precision, seed)
+    spec, plan = synthesis.spec, synthesis.plan
+    click.echo(
+        f"plan: {preset}, {spec.n_layers} layers{' + MTP' if spec.n_mtp else ''}, {precision}, seed {seed}; "
+        f"dense part {plan.dense_bytes:,} bytes, experts {plan.expert_bytes:,} bytes in {len(plan.experts)} files"
+    )
+    with click.progressbar(length=synthesis.n_bytes, label="writing") as bar:
+        index = synthesis.run(out, bar.update)
+    click.echo(f"wrote {out} (fingerprint {index.fingerprint})")

@@ -1,0 +1,208 @@
+"""Containers of random weights, of any size, for measurements and tests: written directly in packed form.
+
+Weights have zero mean and a standard deviation of 1/sqrt(inputs), so activations keep a sane scale through the layers; what
+the model says is noise. Every tensor has its own random stream, so an interrupted run goes on with the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shared.container.convert import VERSION, Ahead, expert_record, pack_chunks, table_chunks
+from shared.container.format import PRECISIONS, Converter, DenseItem, ExpertFilePlan, Index, plan_container
+from shared.container.pack import F32, GROUP, TILE_ROWS, U8, scale_bytes, weight_bytes
+from shared.container.writer import ContainerWriter
+from shared.errors import ConfigError
+from shared.model_spec import ModelSpec
+
+_GLM_5_2: Mapping[str, Any] = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "attention_bias": False,
+    "dtype": "bfloat16",
+    "eos_token_id": [154820, 154827, 154829],
+    "pad_token_id": 154820,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 6144,
+    "vocab_size": 154880,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    "rope_interleave": True,
+    "indexer_rope_interleave": True,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+    "index_topk_pattern": None,
+    "max_position_embeddings": 1048576,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+}
+"""GLM-5.2 (one dense layer instead of three: a short model should mostly be MoE)."""
+
+_TINY: Mapping[str, Any] = {
+    **_GLM_5_2,
+    "eos_token_id": [1020, 1021, 1022],
+    "pad_token_id": 1020,
+    "hidden_size": 64,
+    "vocab_size": 1024,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 8,
+    "max_position_embeddings": 2048,
+}
+
+PRESETS: Mapping[str, tuple[Mapping[str, Any], int]] = {"glm-5.2": (_GLM_5_2, 4), "tiny": (_TINY, 4)}
+"""Name -> (config.json, layers by default)."""
+
+_Q4_RMS = float(np.sqrt(np.mean(np.square([*range(-7, 8), 0]))))
+_Q8_RMS = float(np.sqrt(np.mean(np.square(np.arange(-127, 128)))))
+
+
+def _nibble_table() -> U8:
+    """A random byte -> two nibbles of -7 .. 7, stored + 8, with zero mean: -8 would have no partner, so it becomes 0."""
+    byte = np.arange(256)
+    low, high = byte & 15, byte >> 4
+    return (np.where(low == 0, 8, low) | np.where(high == 0, 8, high) << 4).astype(np.uint8)
+
+
+_NIBBLES = _nibble_table()
+_BYTES = np.where(np.arange(256) == 0, 128, np.arange(256)).astype(np.uint8)
+
+
+class Synthesis:
+    """A random model: its config, and the loop that writes it. ``config`` is a complete config.json."""
+
+    def __init__(self, config: Mapping[str, Any], precision: str, seed: int = 0) -> None:
+        if precision not in PRECISIONS:
+            raise ConfigError(f"--precision must be one of {', '.join(PRECISIONS)}, found {precision!r}.")
+        self.config, self.precision, self.seed = dict(config), precision, seed
+        self.spec = ModelSpec.from_config(self.config)
+        self.plan = plan_container(self.spec, PRECISIONS[precision])
+
+    @property
+    def n_bytes(self) -> int:
+        return self.plan.dense_bytes + self.plan.expert_bytes
+
+    def run(self, out: Path, progress: Callable[[int], None] = lambda _: None, n_threads: int = 2) -> Index:
+        """Writes the container. CapacityError beforehand when the file system is too small."""
+        identity = {"command": "synth", "version": VERSION, "precision": self.precision, "seed": self.seed, "config": self.config}
+        with ContainerWriter(out, self.plan, identity) as writer:
+            writer.require_space()
+            with ThreadPoolExecutor(n_threads) as pool:
+                ahead = Ahead(pool, self._make_expert, depth=n_threads + 1)
+                try:
+                    writer.write(self._make_dense, ahead.get, progress)
+                finally:
+                    ahead.cancel()
+            writer.put_file("config.json", json.dumps(self.config, indent=1).encode() + b"\n")
+            arguments = {"synth": "random weights", "precision": self.precision, "seed": str(self.seed)}
+            return writer.finish(self.spec.family, Converter(VERSION, arguments))
+
+    def _rng(self, name: str) -> np.random.Generator:
+        return np.random.Generator(np.random.SFC64(np.random.SeedSequence([self.seed, zlib.crc32(name.encode())])))
+
+    def _make_dense(self, item: DenseItem) -> Iterator[Any]:
+        rng = self._rng(item.name)
+        out, in_ = (item.shape[0], item.shape[-1])
+        if item.kind == "vector":
+            middle, spread = (0.0, 0.02) if item.name.endswith("bias") else (1.0, 0.1)
+            yield (middle + spread * rng.standard_normal(out, np.float32)).astype(np.float32)
+        elif item.kind == "table":
+            step = max((4 << 20) // in_, 1)
+            rows = (rng.standard_normal((min(step, out - at), in_), np.float32) for at in range(0, out, step))
+            yield from table_chunks(rows, item.format)
+        else:
+            # A sharper head: the tokens of a random model would otherwise be close to uniform.
+            gain = 3.0 if item.role == "head" else 1.0
+            yield from self._matrix(rng, item.format, out, in_, item.stack, gain)
+
+    def _matrix(self, rng: np.random.Generator, fmt: str, out: int, in_: int, stack: int, gain: float) -> Iterator[Any]:
+        if fmt in ("f32", "bf16") or out % TILE_ROWS or in_ % GROUP:
+            step = max((4 << 20) // in_ // TILE_ROWS, 1) * TILE_ROWS
+            shapes = [(min(step, out - at), in_) for _ in range(stack) for at in range(0, out, step)]
+            yield from pack_chunks(iter(_normal(rng, shape, gain) for shape in shapes), fmt)
+            return
+        left = stack * weight_bytes(fmt, out, in_)
+        while left:
+            n = min(left, 16 << 20)
+            yield _random_quants(rng, fmt, n)
+            left -= n
+        yield _random_scales(rng, fmt, stack * scale_bytes(fmt, out, in_), in_, gain)
+
+    def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> U8:
+        layer, expert = source
+        layout = layer.layout
+        rng = self._rng(layer.tensor_name(expert))
+        matrices = []
+        for out, in_ in ((layout.inner, layout.hidden), (layout.inner, layout.hidden), (layout.hidden, layout.inner)):
+            parts = list(self._matrix(rng, layout.format, out, in_, 1, 1.0))
+            n_weight = weight_bytes(layout.format, out, in_)
+            joined = np.concatenate([np.asarray(part).view(np.uint8).reshape(-1) for part in parts])
+            matrices.append((joined[:n_weight], joined[n_weight:] if joined.size > n_weight else None))
+        record: U8 = expert_record(layer, matrices)
+        return record
+
+
+def preset_config(preset: str, n_layers: int = 0, has_mtp: bool = False) -> dict[str, Any]:
+    """config.json of a preset with another number of layers (0: the preset's own), with or without an MTP layer."""
+    if preset not in PRESETS:
+        raise ConfigError(f"--preset must be one of {', '.join(PRESETS)}, found {preset!r}.")
+    config, default_layers = PRESETS[preset]
+    n_layers = n_layers or default_layers
+    if n_layers < 2:
+        raise ConfigError(f"--layers {n_layers}: at least 2 are needed, one dense and one with experts.")
+    return {**config, "num_hidden_layers": n_layers, "num_nextn_predict_layers": int(has_mtp)}
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, int], gain: float) -> F32:
+    return rng.standard_normal(shape, np.float32) * np.float32(gain / np.sqrt(shape[1]))
+
+
+def _random_quants(rng: np.random.Generator, fmt: str, n_bytes: int) -> U8:
+    raw = rng.integers(0, 1 << 64, n_bytes // 8, np.uint64).view(np.uint8)
+    return (_NIBBLES if fmt == "q4" else _BYTES)[raw]
+
+
+def _random_scales(rng: np.random.Generator, fmt: str, n_bytes: int, in_: int, gain: float) -> npt.NDArray[Any]:
+    dtype = np.dtype(np.float16 if fmt == "q4" else np.float32)
+    middle = gain / np.sqrt(in_) / (_Q4_RMS if fmt == "q4" else _Q8_RMS)
+    return (middle * rng.uniform(0.8, 1.2, n_bytes // dtype.itemsize)).astype(dtype)
