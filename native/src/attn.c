@@ -243,23 +243,24 @@ static int64_t lay_out_room(const cb_attn_layer *y, int64_t lanes, int64_t rows,
 static void load_query(const attend_arg *a, int64_t i, int64_t h0, float *q_t)
 {
     const cb_attn_layer *y = a->call->layer;
-    int64_t lanes = a->lanes, rank = y->kv_rank, half = y->rope / 2, t = a->row0 + i;
+    int64_t rank = y->kv_rank, depth = rank + y->rope, half = y->rope / 2, t = a->row0 + i;
     float scale = y->softmax_scale;
-    for (int64_t j = 0; j < lanes; j++) {
+    for (int64_t j = 0; j < a->lanes; j++) {
         int64_t h = h0 + j;
+        float *lane = q_t + cb_lane_start(j, depth);
         if (h >= y->n_heads) {
-            for (int64_t k = 0; k < rank + y->rope; k++)
-                q_t[k * lanes + j] = 0.0f;
+            for (int64_t k = 0; k < depth; k++)
+                lane[k * CB_LANES] = 0.0f;
             continue;
         }
         const float *folded = a->latent + (i * y->n_heads + h) * rank;
         for (int64_t k = 0; k < rank; k++)
-            q_t[k * lanes + j] = folded[k] * scale;
+            lane[k * CB_LANES] = folded[k] * scale;
         float turned[CB_MAX_ROPE];
         cb_rope(a->q + (i * y->n_heads + h) * (y->nope + y->rope) + y->nope, y->rope, y->rope_interleave,
                 a->call->cosine + t * half, a->call->sine + t * half, turned);
         for (int64_t k = 0; k < y->rope; k++)
-            q_t[(rank + k) * lanes + j] = turned[k] * scale;
+            lane[(rank + k) * CB_LANES] = turned[k] * scale;
     }
 }
 

@@ -16,7 +16,7 @@ typedef struct cb_attn_table {
     void (*widen)(const uint16_t *src, int64_t n, float *dst);
 
     /* out f32[n, lanes]: out[i][h] = 0; for k ascending: out[i][h] = fma(q_t[k][h], keys[i][k], out[i][h]).
-     * q_t f32[depth, lanes], keys f32[n, depth] with row stride ldk, n <= CB_KV_BLOCK. */
+     * q_t f32[lanes / 16][depth][16], keys f32[n, depth] with row stride ldk, n <= CB_KV_BLOCK. */
     void (*scores)(const float *q_t, int64_t lanes, int64_t depth, const float *keys, int64_t ldk, int64_t n,
                    float *out);
 
@@ -46,6 +46,12 @@ typedef struct {
     const cb_attn_step *step;
     float *cosine, *sine; /* f32[T, rope / 2], amplitude applied */
 } cb_attn_call;
+
+/* Where component 0 of head h lies in q_t; component k is k * 16 floats on. */
+static inline int64_t cb_lane_start(int64_t h, int64_t depth)
+{
+    return h / CB_LANES * depth * CB_LANES + h % CB_LANES;
+}
 
 static inline int64_t cb_lanes(int64_t heads) { return CB_CEIL(heads, CB_LANES) * CB_LANES; }
 

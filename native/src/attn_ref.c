@@ -15,7 +15,7 @@ static void scores_ref(const float *q_t, int64_t lanes, int64_t depth, const flo
         for (int64_t h = 0; h < lanes; h++) {
             float s = 0.0f;
             for (int64_t k = 0; k < depth; k++)
-                s = fmaf(q_t[k * lanes + h], keys[i * ldk + k], s);
+                s = fmaf(q_t[cb_lane_start(h, depth) + k * CB_LANES], keys[i * ldk + k], s);
             out[i * lanes + h] = s;
         }
 }

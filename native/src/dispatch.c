@@ -1,5 +1,5 @@
 /* dispatch.c: one table, filled with the references first; then the ladder, each rung replacing what it improves. */
-#include "internal.h"
+#include "attn.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,15 +21,22 @@ static void fill(int isa)
     if (isa >= CB_ISA_AVX2) {
         cb_linear_table_avx2(&t);
         cb_vector_table_avx2(&t);
+        cb_attn_table_avx2(&t);
     }
+    if (isa >= CB_ISA_AVX512) {
+        cb_linear_table_avx512(&t);
+        cb_vector_table_avx512(&t);
+    }
+    if (isa >= CB_ISA_AVX512VNNI)
+        cb_linear_table_avx512vnni(&t);
 #endif
     cb_kernels = t;
     current = isa;
     snprintf(dispatch_text, sizeof dispatch_text,
-             "linear_f32=%s linear_bf16=%s linear_q8_f32=%s linear_q4_f32=%s linear_q8=%s linear_q4=%s vector=%s",
+             "linear_f32=%s linear_bf16=%s linear_q8_f32=%s linear_q4_f32=%s linear_q8=%s linear_q4=%s vector=%s attention=%s",
              t.linear_isa[CB_F32][CB_ACT_F32], t.linear_isa[CB_BF16][CB_ACT_F32], t.linear_isa[CB_Q8][CB_ACT_F32],
              t.linear_isa[CB_Q4][CB_ACT_F32], t.linear_isa[CB_Q8][CB_ACT_Q8], t.linear_isa[CB_Q4][CB_ACT_Q8],
-             t.vector_isa);
+             t.vector_isa, t.attn->isa);
 }
 
 static int highest(void)

@@ -65,7 +65,7 @@ static void score(const index_arg *a, const index_group *group, int64_t from, in
         for (int64_t h = 0; h < lanes; h++) {
             const float *q = a->q + (tile_row * heads + h) * dim;
             for (int64_t e = 0; e < dim; e++)
-                q_t[(i * dim + e) * lanes + h] = h < heads ? q[e] : 0.0f;
+                q_t[i * dim * lanes + cb_lane_start(h, dim) + e * CB_LANES] = h < heads ? q[e] : 0.0f;
             g[i * lanes + h] = h < heads ? a->g[tile_row * heads + h] : 0.0f;
         }
     }

@@ -1,0 +1,153 @@
+/* attn_avx2.c: inner loops of attention and indexer, eight lanes at a time (attn.h has the contracts). */
+#include "../attn.h"
+
+#include "cbmath_avx2.h"
+
+/* Tiles are functions of a constant size: the compiler unrolls them and keeps the sums in registers. */
+#define TILE static inline __attribute__((always_inline)) void
+
+static void widen_avx2(const uint16_t *src, int64_t n, float *dst)
+{
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8)
+        _mm256_storeu_ps(dst + i, cb_bf16_avx2(_mm_loadu_si128((const __m128i *)(src + i))));
+    for (; i < n; i++)
+        dst[i] = cb_bf16_f32(src[i]);
+}
+
+/* 16 heads of `keys` keys: 12 sums hide the latency of the additions, 8 loads feed 12 of them. */
+#define SCORE_KEYS 6
+
+TILE score_tile(const int keys_of_tile, const float *q, int64_t depth, const float *keys, int64_t ldk, float *out,
+                int64_t lanes)
+{
+    __m256 sum[SCORE_KEYS][2];
+    for (int i = 0; i < keys_of_tile; i++)
+        sum[i][0] = sum[i][1] = _mm256_setzero_ps();
+    for (int64_t k = 0; k < depth; k++) {
+        __m256 q0 = _mm256_loadu_ps(q + k * CB_LANES), q1 = _mm256_loadu_ps(q + k * CB_LANES + 8);
+        for (int i = 0; i < keys_of_tile; i++) {
+            __m256 c = _mm256_broadcast_ss(keys + i * ldk + k);
+            sum[i][0] = _mm256_fmadd_ps(q0, c, sum[i][0]);
+            sum[i][1] = _mm256_fmadd_ps(q1, c, sum[i][1]);
+        }
+    }
+    for (int i = 0; i < keys_of_tile; i++) {
+        _mm256_storeu_ps(out + i * lanes, sum[i][0]);
+        _mm256_storeu_ps(out + i * lanes + 8, sum[i][1]);
+    }
+}
+
+static void scores_avx2(const float *q_t, int64_t lanes, int64_t depth, const float *keys, int64_t ldk, int64_t n,
+                        float *out)
+{
+    for (int64_t h = 0; h < lanes; h += CB_LANES) {
+        const float *q = q_t + h * depth;
+        int64_t i = 0;
+        for (; i + SCORE_KEYS <= n; i += SCORE_KEYS)
+            score_tile(SCORE_KEYS, q, depth, keys + i * ldk, ldk, out + i * lanes + h, lanes);
+        const float *rest = keys + i * ldk;
+        float *to = out + i * lanes + h;
+        switch (n - i) {
+        case 5: score_tile(5, q, depth, rest, ldk, to, lanes); break;
+        case 4: score_tile(4, q, depth, rest, ldk, to, lanes); break;
+        case 3: score_tile(3, q, depth, rest, ldk, to, lanes); break;
+        case 2: score_tile(2, q, depth, rest, ldk, to, lanes); break;
+        case 1: score_tile(1, q, depth, rest, ldk, to, lanes); break;
+        default: break;
+        }
+    }
+}
+
+static void softmax_avx2(float *s, int64_t lanes, int64_t n, bool first, float *m, float *l, float *f, float *g)
+{
+    for (int64_t h = 0; h < lanes; h += 8) {
+        __m256 block_max = _mm256_loadu_ps(s + h);
+        for (int64_t i = 1; i < n; i++)
+            block_max = _mm256_max_ps(_mm256_loadu_ps(s + i * lanes + h), block_max);
+        __m256 sum = _mm256_setzero_ps();
+        for (int64_t i = 0; i < n; i++) {
+            __m256 p = cb_exp_avx2(_mm256_sub_ps(_mm256_loadu_ps(s + i * lanes + h), block_max));
+            _mm256_storeu_ps(s + i * lanes + h, p);
+            sum = _mm256_add_ps(sum, p);
+        }
+        __m256 joined = block_max, factor = _mm256_setzero_ps();
+        if (!first) {
+            __m256 before = _mm256_loadu_ps(m + h);
+            joined = _mm256_max_ps(block_max, before);
+            factor = cb_exp_avx2(_mm256_sub_ps(before, joined));
+        }
+        __m256 own = cb_exp_avx2(_mm256_sub_ps(block_max, joined));
+        __m256 add = _mm256_mul_ps(sum, own);
+        _mm256_storeu_ps(l + h, first ? add : _mm256_fmadd_ps(_mm256_loadu_ps(l + h), factor, add));
+        _mm256_storeu_ps(f + h, factor);
+        _mm256_storeu_ps(g + h, own);
+        _mm256_storeu_ps(m + h, joined);
+    }
+}
+
+/* 16 components of `heads` heads. */
+#define MIX_HEADS 6
+
+TILE mix_tile(const int heads, const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
+              const float *f, const float *g, float *z)
+{
+    __m256 sum[MIX_HEADS][2];
+    for (int h = 0; h < heads; h++)
+        sum[h][0] = sum[h][1] = _mm256_setzero_ps();
+    for (int64_t i = 0; i < n; i++) {
+        __m256 c0 = _mm256_loadu_ps(keys + i * ldk), c1 = _mm256_loadu_ps(keys + i * ldk + 8);
+        for (int h = 0; h < heads; h++) {
+            __m256 share = _mm256_broadcast_ss(p + i * lanes + h);
+            sum[h][0] = _mm256_fmadd_ps(share, c0, sum[h][0]);
+            sum[h][1] = _mm256_fmadd_ps(share, c1, sum[h][1]);
+        }
+    }
+    for (int h = 0; h < heads; h++) {
+        __m256 before = _mm256_broadcast_ss(f + h), own = _mm256_broadcast_ss(g + h);
+        for (int v = 0; v < 2; v++) {
+            float *at = z + h * rank + 8 * v;
+            _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_loadu_ps(at), before, _mm256_mul_ps(sum[h][v], own)));
+        }
+    }
+}
+
+static void mix_avx2(const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
+                     int64_t n_heads, const float *f, const float *g, float *z)
+{
+    /* Outer loop over components: 64 keys' worth of them stays in the first-level cache for all heads. */
+    for (int64_t r = 0; r < rank; r += 16) {
+        int64_t h = 0;
+        for (; h + MIX_HEADS <= n_heads; h += MIX_HEADS)
+            mix_tile(MIX_HEADS, p + h, lanes, n, keys + r, ldk, rank, f + h, g + h, z + h * rank + r);
+        const float *rest = p + h;
+        float *to = z + h * rank + r;
+        switch (n_heads - h) {
+        case 5: mix_tile(5, rest, lanes, n, keys + r, ldk, rank, f + h, g + h, to); break;
+        case 4: mix_tile(4, rest, lanes, n, keys + r, ldk, rank, f + h, g + h, to); break;
+        case 3: mix_tile(3, rest, lanes, n, keys + r, ldk, rank, f + h, g + h, to); break;
+        case 2: mix_tile(2, rest, lanes, n, keys + r, ldk, rank, f + h, g + h, to); break;
+        case 1: mix_tile(1, rest, lanes, n, keys + r, ldk, rank, f + h, g + h, to); break;
+        default: break;
+        }
+    }
+}
+
+static void index_fold_avx2(const float *d, int64_t lanes, int64_t n, const float *g, float *out)
+{
+    const __m256 zero = _mm256_setzero_ps();
+    for (int64_t i = 0; i < n; i++) {
+        __m256 lo = zero, hi = zero;
+        for (int64_t h = 0; h < lanes; h += CB_LANES) {
+            const float *at = d + i * lanes + h;
+            lo = _mm256_fmadd_ps(_mm256_loadu_ps(g + h), _mm256_max_ps(zero, _mm256_loadu_ps(at)), lo);
+            hi = _mm256_fmadd_ps(_mm256_loadu_ps(g + h + 8), _mm256_max_ps(zero, _mm256_loadu_ps(at + 8)), hi);
+        }
+        out[i] = cb_fold_avx2(lo, hi);
+    }
+}
+
+void cb_attn_table_avx2(cb_table *t)
+{
+    *t->attn = (cb_attn_table){widen_avx2, scores_avx2, softmax_avx2, mix_avx2, index_fold_avx2, "avx2"};
+}
