@@ -16,7 +16,6 @@ stdin: when it is gone, stdin ends and so does the service.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -29,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared.bus import AsyncBus, Bus, ControlClient
 from shared.config import GroupConfig, load_frozen
@@ -38,6 +37,9 @@ from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError
 from shared.log import Log
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.base import Msg
+
+if TYPE_CHECKING:
+    import asyncio
 
 STARTING, READY, DRAINING, STOPPED, FAILED = "starting", "ready", "draining", "stopped", "failed"
 
@@ -418,6 +420,8 @@ def run_service_async(service: AsyncService, argv: list[str] | None = None) -> i
 
 
 async def _run_async(service: AsyncService, config: GroupConfig, incarnation: int) -> int:
+    import asyncio  # here, because the four other services start sooner without it
+
     log = Log(service.name, incarnation)
     endpoints = Endpoints(config.run_dir, config.run_id)
     bus = AsyncBus(endpoints, service.name, incarnation, service.receives, log=log)
@@ -466,6 +470,8 @@ async def _receive(service: AsyncService, bus: AsyncBus) -> None:
 
 
 async def _look_after(life: _Life, tick_s: float) -> None:
+    from asyncio import sleep
+
     next_tick = 0.0
     while not life.is_over:
         now = time.monotonic()
@@ -473,7 +479,7 @@ async def _look_after(life: _Life, tick_s: float) -> None:
             life.tick()
             next_tick = now + tick_s
         life.on_control()  # the socket's descriptor is edge-triggered: look again after our own sends
-        await asyncio.sleep(0.02 if life.ctx_state == DRAINING or life.stop_reason else min(0.1, tick_s))
+        await sleep(0.02 if life.ctx_state == DRAINING or life.stop_reason else min(0.1, tick_s))
 
 
 def _read_parent_async(life: _Life, loop: asyncio.AbstractEventLoop) -> None:
