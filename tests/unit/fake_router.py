@@ -34,7 +34,7 @@ class FakeRouter:
     """Answers like a router. The text of the prompt says what to do: ``say X`` (one token a character), ``slow X`` (one every
     20 ms), ``hang``, ``wait`` (accepted by ``release``), ``fail``, ``long``, ``full``."""
 
-    def __init__(self, endpoints: Endpoints, *, is_ready: bool = True) -> None:
+    def __init__(self, endpoints: Endpoints, *, is_ready: bool = True, url: str = "") -> None:
         self.incarnation = next(_incarnations)
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
@@ -42,6 +42,8 @@ class FakeRouter:
         self.is_ready = is_ready
         self.is_mute = False
         self.die_after: int | None = None
+        self.on_submit: Callable[[], None] = lambda: None
+        self._url = url
         self._endpoints = endpoints
         self._waiting: list[Submit] = []
         self._later: list[tuple[float, str, Callable[[], None]]] = []
@@ -84,7 +86,9 @@ class FakeRouter:
                     next_state = now + 0.05
                 for identity, msg in server.receive_all():
                     if isinstance(msg, control.StatusWanted):
-                        server.send(identity, control.Status(self.is_ready, "serving", 0, 0, ()))
+                        facts = (("url", self._url),)
+                        services = (control.ServiceStatus("gateway", "ready", 0, 1, 0.0, "", facts),)
+                        server.send(identity, control.Status(self.is_ready, "serving", 0, 0, services))
                         continue
                     self.said.append(msg)
                     gateway = identity
@@ -106,6 +110,7 @@ class FakeRouter:
             self._later = [later for later in self._later if later[1] != msg.request]
             return
         self.submits.append(msg)
+        self.on_submit()
         if msg.messages_json is not None:
             prompt = json.loads(msg.messages_json)[-1]["content"]
         else:
@@ -171,10 +176,11 @@ class GatewayProcess:
     def __init__(self, run_dir: Path, port: int = 0, **fields: Any) -> None:
         run_dir.mkdir(mode=0o700, exist_ok=True)
         self.run_dir = run_dir
-        self.endpoints = Endpoints(run_dir, "gwtest")
+        run_id = fields.pop("run_id", "gwtest")
+        self.endpoints = Endpoints(run_dir, run_id)
         self.endpoints.socket_dir.mkdir(mode=0o700, exist_ok=True)
         values: dict[str, Any] = {
-            "run_id": "gwtest", "run_dir": str(run_dir), "model_dir": "", "host": "127.0.0.1", "port": port, "ram_bytes": 0,
+            "run_id": run_id, "run_dir": str(run_dir), "model_dir": "", "host": "127.0.0.1", "port": port, "ram_bytes": 0,
             "n_slots": 0, "slot_bytes": 0, "n_threads": 1, "kv_dtype": "f32", "prefill_chunk": 1, "pilot": "off", "n_drafts": 0,
             "max_sequences": 1, "max_context": 100, "n_kv_blocks": 1, "n_frames": 1, "logit_rows": 1, "heartbeat_s": 0.1,
         }  # fmt: skip

@@ -1,0 +1,233 @@
+"""``colibri run``, ``chat`` and ``profile`` as processes, against the gateway with a made-up router."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cli.client import Answer, Client, ServerError
+from cli.profile import Profiler
+from shared.counters import SEGMENT_BYTES, Counters
+from shared.endpoints import EXPERT_IO, ROUTER, SERVICES
+from shared.errors import ConfigError
+from shared.segments import COUNTERS, TRACE, Segment, unlink_run
+from shared.stages import Stage, StepKind, TraceRing
+from tests.unit.fake_router import ROOT, FakeRouter, GatewayProcess, await_ready, wait_for
+
+MS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(tmp_path_factory.mktemp("cli") / "run", run_id="clitest")
+    process.wait_url()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def router(gateway: GatewayProcess) -> Iterator[FakeRouter]:
+    fake = FakeRouter(gateway.endpoints, url=gateway.url)
+    await_ready(gateway, fake)
+    yield fake
+    fake.close()
+
+
+def colibri(*args: str, stdin: bytes = b"", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "cli.main", *args],
+        input=stdin,
+        capture_output=True,
+        cwd=ROOT,
+        timeout=60,
+        env={**os.environ, **(env or {})},
+    )
+
+
+C_LOCALE = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+LATIN = {"PYTHONIOENCODING": "latin-1", "PYTHONUTF8": "0"}
+
+
+@pytest.mark.parametrize("env", [{}, C_LOCALE, LATIN], ids=["plain", "c-locale", "latin-1"])
+def test_run_writes_the_text_and_nothing_else(gateway: GatewayProcess, router: FakeRouter, env: dict[str, str]) -> None:
+    done = colibri("run", "--url", gateway.url, "say 你好, 🙂 né", env=env)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == "你好, 🙂 né\n".encode()
+
+
+def test_run_reads_standard_input_and_options(gateway: GatewayProcess, router: FakeRouter) -> None:
+    done = colibri(
+        "run", "--url", gateway.url, "--raw", "--max-tokens", "3", "--temperature", "0", "--seed", "5", "--stop", "z", "--json",
+        stdin="say été\n".encode(),
+    )  # fmt: skip
+    answer = json.loads(done.stdout)
+    assert (answer["text"], answer["seed"], answer["finish_reason"]) == ("été", 5, "stop")
+    assert answer["usage"]["completion_tokens"] == 3
+    submit = router.submits[-1]
+    assert (submit.prompt, submit.max_tokens, submit.sampling.temperature, submit.stop) == ("say été", 3, 0.0, ("z",))
+
+
+def test_run_survives_bytes_that_are_no_text(gateway: GatewayProcess, router: FakeRouter) -> None:
+    done = subprocess.run(
+        [sys.executable.encode(), b"-m", b"cli.main", b"run", b"--url", gateway.url.encode(), b"say a\xffb"],
+        capture_output=True, cwd=ROOT, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == "a�b\n".encode()
+
+
+def test_run_finds_the_group_of_a_run_directory(gateway: GatewayProcess, router: FakeRouter) -> None:
+    done = colibri("run", "--run-dir", str(gateway.run_dir), "say found")
+    assert (done.stdout, done.returncode) == (b"found\n", 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["long"], "the prompt has 200 tokens but the context holds 100"),
+        (["say x", "--temperature", "9"], "temperature"),
+        (["fail"], "layer 3, expert 17: NaN"),
+    ],
+)
+def test_the_servers_words_reach_the_user(
+    gateway: GatewayProcess, router: FakeRouter, args: list[str], words: str
+) -> None:
+    done = colibri("run", "--url", gateway.url, *args)
+    assert done.returncode == 70
+    assert words in done.stderr.decode()
+    assert "Traceback" not in done.stderr.decode()
+
+
+def test_a_server_that_is_not_there() -> None:
+    done = colibri("run", "--url", "http://127.0.0.1:9", "x")
+    assert done.returncode == 70
+    assert b"no answer from the server at http://127.0.0.1:9" in done.stderr
+    assert colibri("run", "--url", "ftp://x", "x").returncode == 78
+
+
+def test_profile_needs_a_group(tmp_path: Path) -> None:
+    done = colibri("profile", "--run-dir", str(tmp_path))
+    assert done.returncode == 78
+    assert b"no group is running" in done.stderr
+
+
+def test_chat_through_pipes_keeps_the_conversation(gateway: GatewayProcess, router: FakeRouter) -> None:
+    lines = "say 你好\nlong\n/seed 7\nsay a\\\nb\n/reset\nsay c\n/nonsense\n/quit\nsay never\n"
+    done = colibri("chat", "--url", gateway.url, "--system", "be good", stdin=lines.encode(), env=C_LOCALE)
+    assert done.stdout.decode() == "你好\na\nb\n(forgotten)\nc\n"
+    errors = done.stderr.decode()
+    assert "error: the prompt has 200 tokens" in errors
+    assert "there is no /nonsense" in errors
+    histories = [json.loads(submit.messages_json or b"") for submit in router.submits]
+    assert [[message["content"] for message in history] for history in histories] == [
+        ["be good", "say 你好"],
+        ["be good", "say 你好", "你好", "long"],
+        ["be good", "say 你好", "你好", "say a\nb"],  # the turn that failed left no trace
+        ["be good", "say c"],
+    ]
+    assert router.submits[-1].sampling.seed == 7
+
+
+def test_ctrl_c_stops_the_answer_not_the_chat(gateway: GatewayProcess, router: FakeRouter) -> None:
+    chat = subprocess.Popen(
+        [sys.executable, "-m", "cli.main", "chat", "--url", gateway.url],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+    )  # fmt: skip
+    assert chat.stdin is not None
+    chat.stdin.write(b"slow " + b"x" * 90 + b"\n")
+    chat.stdin.flush()
+    wait_for(lambda: router.submits, "the turn", 20)
+    time.sleep(0.3)
+    chat.send_signal(signal.SIGINT)
+    wait_for(lambda: router.aborts, "the abort")
+    out, err = chat.communicate(b"say on\n", timeout=30)
+    assert out.decode().splitlines()[-1] == "on"
+    assert "[stopped]" in out.decode()
+    assert err == b""
+    history = [message["content"] for message in json.loads(router.submits[-1].messages_json or b"")]
+    assert history[1].startswith("x")
+    assert len(history[1]) < 90
+
+
+def test_a_stream_without_end_marker_is_an_error(gateway: GatewayProcess, router: FakeRouter) -> None:
+    answer = Answer()
+    with pytest.raises(ServerError, match="expert 17"):
+        list(Client(gateway.url).stream("/v1/completions", {"prompt": "fail"}, answer))
+    assert answer.text == "half "
+
+
+# ---- profile
+
+
+@pytest.fixture
+def segments(gateway: GatewayProcess) -> Iterator[tuple[TraceRing, Counters]]:
+    made = [
+        Segment.create("clitest", TRACE, TraceRing.HEAD_BYTES + 64 * 256),
+        Segment.create("clitest", COUNTERS, SEGMENT_BYTES),
+    ]
+    yield TraceRing(made[0].buf), Counters(made[1].buf, EXPERT_IO)
+    unlink_run("clitest")
+
+
+def write_step(ring: TraceRing, kind: StepKind = StepKind.DECODE) -> None:
+    now = time.monotonic_ns()
+    for service, stage, layer, start, end, n_bytes in (
+        (EXPERT_IO, Stage.IO_WAIT, 3, 1, 8, 0),
+        (EXPERT_IO, Stage.EXPERT_FFN, 3, 8, 10, 0),
+        (ROUTER, Stage.PLAN, -1, 0, 1, 0),
+        (ROUTER, Stage.STEP, kind, 0, 10, 1),
+    ):
+        row = np.zeros(1, ring.dtype)
+        row["start_ns"], row["end_ns"], row["stage"], row["layer"] = now + start * MS, now + end * MS, stage, layer
+        row["bytes"] = n_bytes
+        ring.append(SERVICES.index(service), row)
+
+
+def test_profiler_sees_its_own_time_span_only(
+    gateway: GatewayProcess, router: FakeRouter, segments: tuple[TraceRing, Counters]
+) -> None:
+    ring, counters = segments
+    counters.add("hits", 100)
+    write_step(ring)
+    with Profiler(gateway.run_dir) as profiler:
+        profiler.start()
+        for _ in range(200):  # more rows than the ring holds: they must be collected on the way
+            write_step(ring)
+            time.sleep(0.0015)
+        counters.add("hits", 3)
+        report = profiler.stop()
+    assert report.facts.n_lost == 0
+    assert report.all.n_steps == 200
+    assert report.facts.counter(EXPERT_IO, "hits") == 3
+    with pytest.raises(ConfigError):
+        Profiler(gateway.run_dir / "nowhere")
+
+
+def test_profile_prints_table_json_and_trace(
+    gateway: GatewayProcess, router: FakeRouter, segments: tuple[TraceRing, Counters], tmp_path: Path
+) -> None:
+    ring, _ = segments
+    router.on_submit = lambda: write_step(ring)
+    trace = tmp_path / "trace.json"
+    done = colibri("profile", "--run-dir", str(gateway.run_dir), "--trace", str(trace), "--per-layer", "say hi")
+    out = done.stdout.decode()
+    assert done.returncode == 0, done.stderr
+    assert "expert_io io_wait" in out
+    assert "Bottleneck: waiting for experts from storage, 70% of decoding" in out
+    assert len(json.loads(trace.read_text())["traceEvents"]) > 4
+    done = colibri("profile", "--run-dir", str(gateway.run_dir), "--json", "say hi")
+    report = json.loads(done.stdout)
+    assert report["n_steps"] == 1
+    assert report["difference"] == 0
+    assert report["text"] == "hi"
+    done = colibri("run", "--run-dir", str(gateway.run_dir), "--profile", "say hi")
+    assert done.stdout.startswith(b"hi\n")
+    assert b"Bottleneck" in done.stdout
