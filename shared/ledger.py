@@ -183,7 +183,8 @@ def _check_settings(spec: ModelSpec, settings: Settings) -> None:
         )
     if 0 < settings.slots <= spec.gate_k:
         raise ConfigError(
-            f"slots = {settings.slots}: at least {spec.gate_k + 1} are needed (the {spec.gate_k} experts of a token and one to read into)."
+            f"slots = {settings.slots}: at least {spec.gate_k + 1} are needed (the {spec.gate_k} experts of a "
+            "token and one to read into)."
         )
     if isinstance(settings.draft, int) and settings.draft > 0 and not spec.n_mtp:
         raise ConfigError(f"draft = {settings.draft}: this model has no MTP layer that could draft. Use draft = off.")

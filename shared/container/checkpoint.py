@@ -116,7 +116,8 @@ class Checkpoint:
         if entry.dtype != "F8_E4M3":
             if scale_name in self.tensors:
                 raise ContainerError(
-                    f"{self._where(name)} has dtype {entry.dtype} and yet a scale {scale_name!r}. Only F8_E4M3 tensors have one."
+                    f"{self._where(name)} has dtype {entry.dtype} and yet a scale {scale_name!r}. Only F8_E4M3 "
+                    "tensors have one."
                 )
             return [name]
         if scale_name not in self.tensors or len(shape) != 2:
@@ -140,11 +141,13 @@ class Checkpoint:
         if entry.dtype == "BF16":
             return from_bf16(raw)
         if entry.dtype != "F8_E4M3":
-            return raw.astype(np.float32, copy=False)
+            plain: F32 = raw.astype(np.float32, copy=False)
+            return plain
         first, last = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
         scale = self.rows(name + SCALE_SUFFIX, first, last)
         columns = np.repeat(scale, FP8_BLOCK, axis=1)[:, : entry.shape[1]]
-        return _FP8[raw] * columns[np.arange(start, stop) // FP8_BLOCK - first]
+        values: F32 = _FP8[raw] * columns[np.arange(start, stop) // FP8_BLOCK - first]
+        return values
 
     def row_chunks(self, name: str, n_rows: int) -> Iterator[F32]:
         for start in range(0, self.shape(name)[0], n_rows):
@@ -159,13 +162,14 @@ class Checkpoint:
         row_shape = entry.shape[1:]
         data = np.empty((stop - start, *row_shape), _DTYPES[entry.dtype])
         row_bytes = entry.n_bytes // entry.shape[0]
-        view = memoryview(data.reshape(-1).view(np.uint8))
+        view = memoryview(data.reshape(-1).view(np.uint8).data)
         at, done = entry.offset + start * row_bytes, 0
         while done < len(view):
             n_read = os.preadv(fd, [view[done : done + (64 << 20)]], at + done)
             if n_read == 0:
                 raise ShortRead(
-                    f"{self._where(name)}: expected {len(view):,} bytes at offset {at:,}, the file ends after {done:,}. Copy it again."
+                    f"{self._where(name)}: expected {len(view):,} bytes at offset {at:,}, the file ends after "
+                    f"{done:,}. Copy it again."
                 )
             done += n_read
         return data

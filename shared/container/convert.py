@@ -138,8 +138,10 @@ class Conversion:
         if unknown:
             shown = ", ".join(repr(self.checkpoint.prefix + name) for name in unknown[:4])
             raise ContainerError(
-                f"{self.source}: {len(unknown)} tensor(s) have no place in a {self.spec.family} model with this config.json: {shown}"
-                f"{', ...' if len(unknown) > 4 else ''}. Leaving weights out would change the model; use the config.json that belongs to them."
+                f"{self.source}: {len(unknown)} tensor(s) have no place in a {self.spec.family} model with this "
+                f"config.json: {shown}"
+                f"{', ...' if len(unknown) > 4 else ''}. Leaving weights out would change the model; use the "
+                "config.json that belongs to them."
             )
 
     def _check_copies(self, used: set[str]) -> None:

@@ -24,11 +24,18 @@ PLAIN_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 
 ROLES = ("expert", "shared", "attention", "embed", "head", "mtp", "exact")
 
+
+def _formats(matrices: str, tables: str) -> dict[str, str]:
+    """An int4 MTP head accepts nothing and an int4 embedding or head costs quality: those three have a format of their own."""
+    own = dict.fromkeys(("expert", "shared", "attention"), matrices)
+    return {**own, **dict.fromkeys(("embed", "head", "mtp"), tables), "exact": "f32"}
+
+
 PRECISIONS: Mapping[str, Mapping[str, str]] = {
-    "int4": dict(expert="q4", shared="q4", attention="q4", embed="q8", head="q8", mtp="q8", exact="f32"),
-    "int8": dict(expert="q8", shared="q8", attention="q8", embed="q8", head="q8", mtp="q8", exact="f32"),
-    "bf16": dict(expert="bf16", shared="bf16", attention="bf16", embed="bf16", head="bf16", mtp="bf16", exact="f32"),
-    "f32": dict(expert="f32", shared="f32", attention="f32", embed="f32", head="f32", mtp="f32", exact="f32"),
+    "int4": _formats("q4", "q8"),
+    "int8": _formats("q8", "q8"),
+    "bf16": _formats("bf16", "bf16"),
+    "f32": _formats("f32", "f32"),
 }
 """Format of each role under a ``--precision``."""
 
@@ -207,7 +214,9 @@ def expert_layout(fmt: str, inner: int, hidden: int) -> ExpertLayout:
         offsets.append(at if n_bytes else None)
         at = -(-(at + n_bytes) // SECTION_ALIGN) * SECTION_ALIGN
     gate_w, up_w, down_w, gate_s, up_s, down_s = offsets
-    assert gate_w is not None and up_w is not None and down_w is not None
+    assert gate_w is not None
+    assert up_w is not None
+    assert down_w is not None
     record_bytes = -(-at // RECORD_ALIGN) * RECORD_ALIGN
     return ExpertLayout(fmt, inner, hidden, gate_w, up_w, down_w, gate_s, up_s, down_s, record_bytes)
 

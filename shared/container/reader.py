@@ -31,7 +31,6 @@ from shared.container.format import (
     Facts,
     Index,
     check_precision,
-    owner_of,
     plan_container,
     plan_facts,
 )
@@ -119,7 +118,8 @@ class Container:
         spec = ModelSpec.load(path)
         if index.family != spec.family:
             raise ContainerError(
-                f"{path}: {INDEX_NAME} says family {index.family!r}, config.json says {spec.family!r}. Convert the checkpoint again."
+                f"{path}: {INDEX_NAME} says family {index.family!r}, config.json says {spec.family!r}. Convert "
+                "the checkpoint again."
             )
         check_precision(index.precision)
         plan = plan_container(spec, index.precision)
@@ -228,7 +228,7 @@ class _Files:
         try:
             if fd is None:
                 fd = self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            view, done = memoryview(target), 0
+            view, done = memoryview(target.data), 0
             while done < len(view):
                 n_read = os.preadv(fd, [view[done : done + _PIECE_BYTES]], offset + done)
                 if n_read == 0:
@@ -243,7 +243,8 @@ class _Files:
         found = checksum(target)
         if found != expected:
             raise ChecksumMismatch(
-                f"{path}: {what} at offset {offset:,} has checksum {found}, expected {expected}: the bytes on disk are not those "
+                f"{path}: {what} at offset {offset:,} has checksum {found}, expected {expected}: the bytes on "
+                "disk are not those "
                 "that were written. Copy the container again; `colibri verify` lists everything that is damaged."
             )
 
@@ -295,7 +296,10 @@ def _no_index(path: Path) -> str:
     if not path.is_dir():
         return f"{path} is not a directory. Give the directory of a container."
     if (path / ".unfinished").is_dir():
-        return f"{path} is unfinished: the conversion was interrupted. Run the same `colibri convert` command again, it goes on from there."
+        return (
+            f"{path} is unfinished: the conversion was interrupted. Run the same `colibri convert` command again, "
+            "it goes on from there."
+        )
     if any(path.glob("*.safetensors")):
         return f"{path} is a checkpoint, not a container (it has no {INDEX_NAME}). Run: colibri convert {path} OUT"
     return f"{path} holds no {INDEX_NAME}: it is not a container. Give the directory that `colibri convert` wrote."
@@ -331,8 +335,10 @@ def _open_dense(path: Path, plan: ContainerPlan, records: dict[str, DenseRecord]
         expected = (item.format, item.role, item.shape, item.stack, len(item.stored) > 1)
         if (record.format, record.role, record.shape, record.stack, record.scale_checksum is not None) != expected:
             raise ContainerError(
-                f"{path}: {INDEX_NAME} describes {name!r} as {record.format} {record.role} {list(record.shape)} x {record.stack}, "
-                f"the model calls for {item.format} {item.role} {list(item.shape)} x {item.stack}. Convert the checkpoint again."
+                f"{path}: {INDEX_NAME} describes {name!r} as {record.format} {record.role} {list(record.shape)} "
+                f"x {record.stack}, "
+                f"the model calls for {item.format} {item.role} {list(item.shape)} x {item.stack}. Convert the "
+                "checkpoint again."
             )
         file = _checked_file(path, record.file)
         if record.file not in headers:
@@ -349,7 +355,8 @@ def _dense_entry(file: Path, header: FileHeader, item: DenseItem, record: DenseR
         if found is None or (found.dtype, found.shape, found.n_bytes) != (stored.dtype, stored.shape, stored.n_bytes):
             shown = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
             raise ContainerError(
-                f"{file}: expected tensor {stored.name!r} as {stored.dtype} {list(stored.shape)}, found {shown}. Copy the file again."
+                f"{file}: expected tensor {stored.name!r} as {stored.dtype} {list(stored.shape)}, found "
+                f"{shown}. Copy the file again."
             )
         places.append(found)
     scale = (places[1].offset, places[1].n_bytes, record.scale_checksum or "") if len(places) > 1 else (0, 0, "")
@@ -391,18 +398,21 @@ def _open_expert_file(path: Path, plan: ExpertFilePlan, record: ExpertsRecord) -
     layout = plan.layout
     if (record.format, record.record_bytes, record.n_experts) != (layout.format, layout.record_bytes, plan.n_experts):
         raise ContainerError(
-            f"{path}: {INDEX_NAME} gives layer {plan.layer} {record.n_experts} experts of {record.record_bytes:,} bytes in {record.format}, "
+            f"{path}: {INDEX_NAME} gives layer {plan.layer} {record.n_experts} experts of "
+            f"{record.record_bytes:,} bytes in {record.format}, "
             f"the model calls for {plan.n_experts} of {layout.record_bytes:,} in {layout.format}. Convert the checkpoint again."
         )
     if len(record.checksums) != plan.n_experts:
         raise ContainerError(
-            f"{path}: {INDEX_NAME} has {len(record.checksums)} checksums for the {plan.n_experts} experts of layer {plan.layer}. "
+            f"{path}: {INDEX_NAME} has {len(record.checksums)} checksums for the {plan.n_experts} experts of "
+            f"layer {plan.layer}. "
             "Convert the checkpoint again."
         )
     header = read_header(file)
     if header.data_offset != record.data_offset or record.data_offset % 4096:
         raise ContainerError(
-            f"{file}: records start at byte {header.data_offset:,}, {INDEX_NAME} says {record.data_offset:,} (a multiple of 4,096). Copy both again."
+            f"{file}: records start at byte {header.data_offset:,}, {INDEX_NAME} says {record.data_offset:,} (a "
+            "multiple of 4,096). Copy both again."
         )
     _require_same_names(file, "tensor", [plan.tensor_name(e) for e in range(plan.n_experts)], header.tensors)
     for expert in range(plan.n_experts):
@@ -413,7 +423,8 @@ def _open_expert_file(path: Path, plan: ExpertFilePlan, record: ExpertsRecord) -
         ) or entry.offset != record.data_offset + expert * record.record_bytes:
             raise ContainerError(
                 f"{file}: {plan.tensor_name(expert)!r} should be U8 [{record.record_bytes}] at byte "
-                f"{record.data_offset + expert * record.record_bytes:,}, found {entry.dtype} {list(entry.shape)} at {entry.offset:,}. Copy the file again."
+                f"{record.data_offset + expert * record.record_bytes:,}, found {entry.dtype} "
+                f"{list(entry.shape)} at {entry.offset:,}. Copy the file again."
             )
     _require_size(file, header)
     return ExpertFile(

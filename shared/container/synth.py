@@ -101,7 +101,8 @@ def _nibble_table() -> U8:
     """A random byte -> two nibbles of -7 .. 7, stored + 8, with zero mean: -8 would have no partner, so it becomes 0."""
     byte = np.arange(256)
     low, high = byte & 15, byte >> 4
-    return (np.where(low == 0, 8, low) | np.where(high == 0, 8, high) << 4).astype(np.uint8)
+    table: U8 = (np.where(low == 0, 8, low) | np.where(high == 0, 8, high) << 4).astype(np.uint8)
+    return table
 
 
 _NIBBLES = _nibble_table()
@@ -124,7 +125,13 @@ class Synthesis:
 
     def run(self, out: Path, progress: Callable[[int], None] = lambda _: None, n_threads: int = 2) -> Index:
         """Writes the container. CapacityError beforehand when the file system is too small."""
-        identity = {"command": "synth", "version": VERSION, "precision": self.precision, "seed": self.seed, "config": self.config}
+        identity = {
+            "command": "synth",
+            "version": VERSION,
+            "precision": self.precision,
+            "seed": self.seed,
+            "config": self.config,
+        }
         with ContainerWriter(out, self.plan, identity) as writer:
             writer.require_space()
             with ThreadPoolExecutor(n_threads) as pool:
@@ -205,4 +212,5 @@ def _random_quants(rng: np.random.Generator, fmt: str, n_bytes: int) -> U8:
 def _random_scales(rng: np.random.Generator, fmt: str, n_bytes: int, in_: int, gain: float) -> npt.NDArray[Any]:
     dtype = np.dtype(np.float16 if fmt == "q4" else np.float32)
     middle = gain / np.sqrt(in_) / (_Q4_RMS if fmt == "q4" else _Q8_RMS)
-    return (middle * rng.uniform(0.8, 1.2, n_bytes // dtype.itemsize)).astype(dtype)
+    scales: npt.NDArray[Any] = (middle * rng.uniform(0.8, 1.2, n_bytes // dtype.itemsize)).astype(dtype)
+    return scales

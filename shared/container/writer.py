@@ -301,14 +301,16 @@ class ContainerWriter:
         if plan_path.exists():
             if plan_path.read_bytes() != encoded:
                 raise ContainerError(
-                    f"{self.out} holds unfinished work with other arguments or another source ({_differences(plan_path, self.identity)}). "
+                    f"{self.out} holds unfinished work with other arguments or another source "
+                    f"({_differences(plan_path, self.identity)}). "
                     "Repeat the original command to go on, or choose another directory."
                 )
             return
         foreign = sorted(path.name for path in self.out.iterdir() if path.name != STATE_DIR)
         if foreign:
             raise ContainerError(
-                f"{self.out} is not empty (it holds {foreign[0]!r}) and was not begun by this command. Choose an empty or new directory."
+                f"{self.out} is not empty (it holds {foreign[0]!r}) and was not begun by this command. Choose "
+                "an empty or new directory."
             )
         self._state.mkdir(exist_ok=True)
         temporary = self._state / "plan.json.partial"

@@ -181,7 +181,9 @@ def test_bytes_per_weight_are_those_asked_for(converted: Converted, precision: s
     per_value = {"f32": 4, "bf16": 2, "int8": 1, "int4": 0.5}[precision]
     padded = -(-spec.hidden // 64) * 64 if precision.startswith("int") else spec.hidden
     assert layout.up_w - layout.gate_w == spec.expert_inner * padded * per_value
-    assert {path.name for path in container.path.glob("experts-*")} == {f"experts-{i:03d}.safetensors" for i in range(3, 9)}
+    assert {path.name for path in container.path.glob("experts-*")} == {
+        f"experts-{i:03d}.safetensors" for i in range(3, 9)
+    }
 
 
 def test_safetensors_library_opens_what_we_write(converted: Converted) -> None:

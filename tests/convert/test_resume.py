@@ -77,7 +77,9 @@ def test_killed_at_random_moments(converted: Converted, tmp_path: Path) -> None:
     rng = random.Random(7)
     command = [sys.executable, "-m", "cli.main", "convert", str(oracle_dir(NAME)), "OUT", "--precision", PRECISION]
     started = time.monotonic()
-    subprocess.run([*command[:5], str(tmp_path / "whole"), *command[6:]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*command[:5], str(tmp_path / "whole"), *command[6:]], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
+    )
     duration = time.monotonic() - started
     n_killed = 0
     for i in range(20):
@@ -118,7 +120,9 @@ def test_finished_work_is_kept(converted: Converted, tmp_path: Path, monkeypatch
     assert_same(out, converted(NAME, PRECISION))
 
 
-@pytest.mark.parametrize("damage", ["flip", "shorter", "longer", "header", "journal torn", "journal foreign", "final shorter"])
+@pytest.mark.parametrize(
+    "damage", ["flip", "shorter", "longer", "header", "journal torn", "journal foreign", "final shorter"]
+)
 def test_damaged_leftovers_are_made_again(converted: Converted, tmp_path: Path, damage: str) -> None:
     """After a power cut a leftover may hold anything: only what still has its checksum is kept."""
     out = tmp_path / "out"
@@ -199,7 +203,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB; the container needs 1.9."""
     target = tmp_path / "disk"
     target.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(target)], check=False, capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(target)], check=False, capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting a small file system needs root")
     yield target
@@ -218,7 +224,7 @@ def test_disk_fills_while_writing(converted: Converted, small_disk: Path, monkey
     out = small_disk / "out"
     with monkeypatch.context() as patch:
         patch.setattr(ContainerWriter, "require_space", lambda self: None)
-        with pytest.raises(CapacityError, match="No space left while writing .*run the same command again"):
+        with pytest.raises(CapacityError, match=r"No space left while writing .*run the same command again"):
             Conversion(oracle_dir(NAME), PRECISION).run(out)
     assert not (out / "colibri.json").exists()
     assert list(out.glob("*.partial"))

@@ -13,7 +13,7 @@ import pytest
 from shared.container.convert import Conversion
 from shared.container.reader import Container
 from shared.errors import ConfigError, ContainerError
-from tests.oracle import Raw, oracle_config, read_tensors, oracle_dir, write_checkpoint, write_shard
+from tests.oracle import Raw, oracle_config, oracle_dir, read_tensors, write_checkpoint, write_shard
 
 Converted = Callable[[str, str], Path]
 DATA = "*.safetensors"
@@ -94,7 +94,9 @@ def test_indexer_on_shared_layers_is_ignored(converted: Converted, tmp_path: Pat
 def test_tied_embeddings_make_the_head(small: Any, tmp_path: Path) -> None:
     config, tensors = small
     embed = tensors["model.embed_tokens.weight"]
-    tied = {key: value for key, value in tensors.items() if key not in ("lm_head.weight",) and "shared_head.head" not in key}
+    tied = {
+        key: value for key, value in tensors.items() if key not in ("lm_head.weight",) and "shared_head.head" not in key
+    }
     source = write_checkpoint(tmp_path / "in", {**config, "tie_word_embeddings": True}, {"model.safetensors": tied})
     Conversion(source, "bf16").run(tmp_path / "out")
     from shared.container.reader import aligned_buffer

@@ -157,7 +157,9 @@ class Reference:
         if spec.q_lora_rank is None:
             q_latent, q = h, h @ self.w[p + "q_proj.weight"].T
         else:
-            q_latent = _rms_norm(h @ self.w[p + "q_a_proj.weight"].T, self.w[p + "q_a_layernorm.weight"], self.latent_eps)
+            q_latent = _rms_norm(
+                h @ self.w[p + "q_a_proj.weight"].T, self.w[p + "q_a_layernorm.weight"], self.latent_eps
+            )
             q = q_latent @ self.w[p + "q_b_proj.weight"].T
         q = q.reshape(n_rows, spec.n_heads, spec.qk_head)
         kv = h @ self.w[p + "kv_a_proj_with_mqa.weight"].T
