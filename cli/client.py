@@ -47,6 +47,8 @@ class Answer:
     usage: dict[str, int] = field(default_factory=dict)
     seed: int | None = None
     drafts: dict[str, int] = field(default_factory=dict)
+    token_ids: list[int] = field(default_factory=list)
+    """Filled when the request asked for them."""
     first_token_s: float = 0.0
     total_s: float = 0.0
 
@@ -65,6 +67,7 @@ class Answer:
             "usage": self.usage,
             "seed": self.seed,
             "drafts": self.drafts,
+            "token_ids": self.token_ids,
             "first_token_s": self.first_token_s,
             "total_s": self.total_s,
         }
@@ -122,10 +125,11 @@ class Client:
                     if event == "[DONE]":
                         is_complete = True
                         break
+                    n_before = len(answer.token_ids)
                     text = _take(_parse(event.encode()), answer)
+                    if not answer.first_token_s and (text or len(answer.token_ids) > n_before):
+                        answer.first_token_s = time.monotonic() - began
                     if text:
-                        if not answer.first_token_s:
-                            answer.first_token_s = time.monotonic() - began
                         answer.text += text
                         yield text
                 answer.total_s = time.monotonic() - began
@@ -179,6 +183,7 @@ def _take(chunk: Any, answer: Answer) -> str:
         answer.drafts = chunk["drafts"]
     text = ""
     for choice in chunk.get("choices", ()):
+        answer.token_ids += choice.get("token_ids") or ()
         text += choice.get("text") or (choice.get("delta") or {}).get("content") or ""
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
     return text

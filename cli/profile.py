@@ -7,6 +7,7 @@ says it has read with what the kernel counted for that process. The analysis its
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 import click
 import numpy as np
 
-from cli.client import Answer, ask_status, find_group, make_streams_safe, open_session, write_text
+from cli.client import Answer, Client, ask_status, find_group, make_streams_safe, open_session, write_text
 from cli.profile_report import Facts, Report, analyse, as_json, chrome_trace, format_report
-from cli.run import read_prompt, request_of
+from cli.run import parse_ids, read_prompt, request_of
 from shared.config import FROZEN_NAME, load_frozen
 from shared.counters import read_all
 from shared.endpoints import EXPERT_IO
@@ -142,6 +143,8 @@ class Profiler:
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, metavar="S",
               help="Without a prompt: how long to watch what others ask.")  # fmt: skip
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat format.")
+@click.option("--ids", metavar="LIST", help="The prompt as token ids, e.g. 1,2,3 (for a model without tokenizer).")
+@click.option("--prompt-tokens", type=click.IntRange(min=1), metavar="N", help="A made-up prompt of N token ids.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
 @click.option("--temperature", type=float, default=0.0, show_default=True, metavar="T")
 @click.option("--seed", type=int, default=0, show_default=True, metavar="N")
@@ -153,12 +156,31 @@ class Profiler:
 @click.option("--url", metavar="URL", help="Send the prompt here; rows still come from the group of the run directory.")
 @click.option("--run-dir", metavar="DIR", help="Use the group of this run directory.")
 def command(
-    prompt: str | None, seconds: float, raw: bool, max_tokens: int, temperature: float, seed: int, per_layer: bool,
-    trace_path: str | None, is_json: bool, model: str | None, url: str | None, run_dir: str | None,
-) -> int:  # fmt: skip
+    prompt: str | None,
+    seconds: float,
+    raw: bool,
+    ids: str | None,
+    prompt_tokens: int | None,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    per_layer: bool,
+    trace_path: str | None,
+    is_json: bool,
+    model: str | None,
+    url: str | None,
+    run_dir: str | None,
+) -> int:
     """Show where the time goes: of an answer to PROMPT, or of whatever the group does meanwhile."""
     make_streams_safe()
-    with open_session(None, run_dir, model, may_start=prompt is not None) as session:
+    if sum(given is not None for given in (prompt, ids, prompt_tokens)) > 1:
+        raise click.UsageError("give one of a prompt, --ids and --prompt-tokens")
+    text: str | list[int] | None = None
+    if ids is not None or prompt_tokens is not None:
+        text = parse_ids(ids) if ids is not None else []
+    elif prompt is not None:
+        text = read_prompt(prompt)
+    with open_session(None, run_dir, model, may_start=text is not None) as session:
         assert session.run_dir is not None
         found = find_group(session.run_dir)
         if found is None:
@@ -166,14 +188,14 @@ def command(
         with Profiler(session.run_dir) as profiler:
             answer: Answer | None = None
             profiler.start()
-            if prompt is None:
+            if text is None:
                 _watch(seconds, is_quiet=is_json)
             else:
+                if prompt_tokens is not None:
+                    text = make_ids(Path(found[0].model_dir), prompt_tokens, seed)
                 answer = Answer()
                 options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-                path, body = request_of(read_prompt(prompt), raw=raw, options=options)
-                from cli.client import Client
-
+                path, body = request_of(text, raw=raw, options=options)
                 client = session.client if url is None else Client(url)
                 for _ in client.stream(path, body, answer):
                     pass
@@ -186,11 +208,21 @@ def command(
         return 0
     lines = format_report(report, has_layers=per_layer)
     if answer is not None:
-        lines = [f"answer: {answer.text!a}", answer.summary(), "", *lines]
+        shown = ascii(answer.text) if answer.text or not answer.token_ids else f"ids {answer.token_ids[:20]} ..."
+        lines = [f"answer: {shown}", answer.summary(), "", *lines]
     write_text("\n".join(lines) + "\n")
     if trace_path is not None:
         click.echo(f"trace: {trace_path} (open it in https://ui.perfetto.dev or chrome://tracing)")
     return 0
+
+
+def make_ids(model_dir: Path, n_tokens: int, seed: int) -> list[int]:
+    """``n_tokens`` ids below the model's vocabulary, the same for the same seed."""
+    try:
+        vocab = int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{model_dir}/config.json does not say the size of the vocabulary") from None
+    return random.Random(seed).choices(range(vocab), k=n_tokens)
 
 
 def _watch(seconds: float, *, is_quiet: bool) -> None:

@@ -12,6 +12,7 @@ Used by ``colibri profile`` and ``colibri run --profile``. Times in the rows are
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -139,6 +140,8 @@ class Report:
     layers: dict[tuple[int, str, str], int]
     """(layer, service, stage) -> attributed ns."""
     facts: Facts
+    between_ns: int = 0
+    """Time between the end of one step and the begin of the next: nothing was planned, or the router was late."""
 
 
 def _group(service: str, stage: str) -> str:
@@ -183,6 +186,7 @@ def analyse(rows: np.ndarray, facts: Facts | None = None) -> Report:
     _analyse_reads(rows[is_read], report.reads)
     windows = _windows(rows[is_step])
     work = rows[~is_step & ~is_read]
+    report.between_ns = sum(max(0, after[0] - before[1]) for before, after in itertools.pairwise(windows))
     starts = work["start_ns"]
     longest = int((work["end_ns"] - starts).max()) if len(work) else 0
     for begin, end, kind, n_rows in windows:
@@ -354,6 +358,7 @@ def as_json(report: Report) -> dict[str, Any]:
             "busy_s": report.reads.busy_ns / 1e9,
             "gb_per_s": report.reads.gb_per_s,
         },
+        "between_steps_s": report.between_ns / 1e9,
         "io": {
             "bytes_counted": _bytes_counted(facts),
             "bytes_kernel": facts.kernel_read_bytes,
@@ -434,7 +439,7 @@ def _format_kind(kind: KindReport) -> list[str]:
         lines.append(
             f"  {total.name:<24}{'(covers)' if is_wait else _time(total.total_ns):>10}{share:>8}"
             f"{_time(total.percentile(50)):>10}{_time(total.percentile(99)):>10}{len(total.durations):>8}"
-            f"{_size(total.n_bytes):>10}{f'{total.gb_per_s:.2f}' if total.n_bytes else '':>8}"
+            f"{_size(total.n_bytes) if total.n_bytes else '':>10}{f'{total.gb_per_s:.2f}' if total.n_bytes else '':>8}"
         )
     lines.append(
         f"  {'sum':<24}{_time(kind.sum_ns):>10}   the router measured {_time(kind.wall_ns)}: {kind.difference:.1%} apart"
@@ -466,6 +471,8 @@ def _format_facts(report: Report) -> list[str]:
             else ""
         )
     )
+    if report.all.n_steps > 1:
+        lines.append(f"between: {_time(report.between_ns)} between steps, in which no step was under way")
     hits, late, misses = (facts.counter(EXPERT_IO, name) for name in ("hits", "late_hits", "misses"))
     total = hits + late + misses
     if total:
@@ -507,8 +514,6 @@ def _time(ns: float) -> str:
 
 
 def _size(n_bytes: int) -> str:
-    if not n_bytes:
-        return ""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= factor:
             return f"{n_bytes / factor:.1f} {unit}"

@@ -14,6 +14,7 @@ from cli.client import Answer, Session, clean_text, make_streams_safe, open_sess
 @click.command("run")
 @click.argument("prompt", required=False)
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the model's chat format.")
+@click.option("--ids", metavar="LIST", help="The prompt as token ids, e.g. 1,2,3 (for a model without tokenizer).")
 @click.option("--system", metavar="TEXT", help="Instruction put before the prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Stop after N tokens at the latest.")
 @click.option("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default 1.")
@@ -26,15 +27,17 @@ from cli.client import Answer, Session, clean_text, make_streams_safe, open_sess
 @click.option("--url", metavar="URL", help="Use the server at this address.")
 @click.option("--run-dir", metavar="DIR", help="Use the group of this run directory.")
 def command(
-    prompt: str | None, raw: bool, system: str | None, max_tokens: int | None, temperature: float | None,
+    prompt: str | None, raw: bool, ids: str | None, system: str | None, max_tokens: int | None, temperature: float | None,
     top_p: float | None, seed: int | None, stop: tuple[str, ...], as_json: bool, with_profile: bool, model: str | None,
     url: str | None, run_dir: str | None,
 ) -> int:  # fmt: skip
     """Answer one PROMPT (or standard input) and leave."""
     make_streams_safe()
-    text = read_prompt(prompt)
-    if system is not None and raw:
+    if system is not None and (raw or ids):
         raise click.UsageError("--system belongs to the chat format; with --raw write it into the prompt")
+    if ids is not None and prompt is not None:
+        raise click.UsageError("give a prompt or --ids, not both")
+    text = read_prompt(prompt) if ids is None else parse_ids(ids)
     options = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -67,11 +70,24 @@ def read_prompt(prompt: str | None) -> str:
     return prompt
 
 
+def parse_ids(text: str) -> list[int]:
+    """``1,2,3`` or ``1 2 3``. Raises UsageError."""
+    try:
+        ids = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        ids = []
+    if not ids or min(ids) < 0:
+        raise click.UsageError(f"--ids takes token ids like 1,2,3; got {text!r}")
+    return ids
+
+
 def request_of(
-    text: str, *, raw: bool, system: str | None = None, options: dict[str, Any] | None = None
+    text: str | list[int], *, raw: bool, system: str | None = None, options: dict[str, Any] | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """(path, body) of the request; options that are None are left out."""
+    """(path, body) of the request; options that are None are left out. Ids come back as ids."""
     body = {key: value for key, value in (options or {}).items() if value is not None}
+    if isinstance(text, list):
+        return "/v1/completions", {"prompt": text, "return_token_ids": True, "ignore_eos": True, **body}
     if raw:
         return "/v1/completions", {"prompt": text, **body}
     messages = [{"role": "system", "content": clean_text(system)}] if system is not None else []
@@ -85,7 +101,9 @@ def _print_answer(session: Session, path: str, body: dict[str, Any], answer: Ans
             if not is_quiet:
                 write_text(piece)
     finally:
-        if not is_quiet and answer.text and not answer.text.endswith("\n"):
+        if not is_quiet and not answer.text and answer.token_ids:
+            write_text(",".join(map(str, answer.token_ids)) + "\n")
+        elif not is_quiet and answer.text and not answer.text.endswith("\n"):
             write_text("\n")
 
 

@@ -76,6 +76,21 @@ def test_run_reads_standard_input_and_options(gateway: GatewayProcess, router: F
     assert (submit.prompt, submit.max_tokens, submit.sampling.temperature, submit.stop) == ("say été", 3, 0.0, ("z",))
 
 
+def test_run_takes_token_ids(gateway: GatewayProcess, router: FakeRouter) -> None:
+    done = colibri("run", "--url", gateway.url, "--ids", "7, 8 9", "--json")
+    assert json.loads(done.stdout)["token_ids"] == [105, 100, 115]
+    assert router.submits[-1].prompt_ids == (7, 8, 9)
+    assert router.submits[-1].ignore_eos
+    for args in (
+        ["--ids", "7,x"],
+        ["--ids", ""],
+        ["--ids", "-1"],
+        ["--ids", "1", "prompt"],
+        ["--ids", "1", "--system", "s"],
+    ):
+        assert colibri("run", "--url", gateway.url, *args).returncode == 2
+
+
 def test_run_survives_bytes_that_are_no_text(gateway: GatewayProcess, router: FakeRouter) -> None:
     done = subprocess.run(
         [sys.executable.encode(), b"-m", b"cli.main", b"run", b"--url", gateway.url.encode(), b"say a\xffb"],

@@ -113,6 +113,7 @@ def test_kinds_are_apart_and_all_is_their_sum() -> None:
     assert totals(report, "decode") == {"attention attention": 2}
     assert totals(report, "draft") == {"drafter draft": 1}
     assert report.all.sum_ns == report.all.wall_ns == 13 * MS
+    assert report.between_ns == 10 * MS
     assert rates(report) == pytest.approx({"prefill_tokens_per_s": 6400, "decode_tokens_per_s": 6 / 0.003})
 
 
