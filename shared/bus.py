@@ -61,7 +61,7 @@ def _set_options(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.SNDHWM, DATA_HWM)
     socket.setsockopt(zmq.RCVHWM, DATA_HWM)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-    if socket.socket_type in (zmq.PUSH, zmq.DEALER):
+    if socket.type in (zmq.PUSH, zmq.DEALER):
         # Without it a PUSH that found no peer accepts a thousand messages in silence.
         socket.setsockopt(zmq.IMMEDIATE, 1)
 

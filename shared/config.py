@@ -153,7 +153,7 @@ def load_settings(toml_path: str | Path | None = None, overrides: dict[str, Any]
     try:
         settings = msgspec.convert(values, Settings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"settings: {_in_our_words(str(error))}") from None
+        raise ConfigError(_in_our_words(str(error))) from None
     for key, (low, high) in _RANGES.items():
         value = getattr(settings, key)
         if isinstance(value, (int, float)) and not low <= value <= high:
@@ -167,8 +167,8 @@ def _in_our_words(text: str) -> str:
     if match is None:
         return text
     problem, key = match.groups()
-    hint = Settings.__annotations__.get(key, "")
-    choices = re.findall(r'"(\w+)"', hint)
+    hint = str(Settings.__annotations__.get(key, ""))
+    choices = re.findall(r"""['"](\w+)['"]""", hint)
     allowed = f"; allowed are {', '.join(choices)}{' or a number' if 'int' in hint else ''}" if choices else ""
     return f"{key}: {problem}{allowed}"
 

@@ -77,7 +77,9 @@ class Group:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.kill_all()
-            raise AssertionError(f"still running {timeout_s:.0f} s after the signal:\n{self.said}\n{self.logs()}") from None
+            raise AssertionError(
+                f"still running {timeout_s:.0f} s after the signal:\n{self.said}\n{self.logs()}"
+            ) from None
 
     def kill_all(self) -> None:
         """For a test that failed: nothing may go on running."""
@@ -161,7 +163,9 @@ class Group:
     def post(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> httpx2.Response:
         return httpx2.post(f"{self.url}{path}", json=body, timeout=timeout_s)
 
-    def complete(self, prompt: list[int] | str, max_tokens: int, timeout_s: float = 60.0, **more: Any) -> dict[str, Any]:
+    def complete(
+        self, prompt: list[int] | str, max_tokens: int, timeout_s: float = 60.0, **more: Any
+    ) -> dict[str, Any]:
         """One completion by token ids; returns the choice (``token_ids``, ``finish_reason``, ``text``)."""
         answer = self.post("/v1/completions", completion_body(prompt, max_tokens, **more), timeout_s)
         assert answer.status_code == 200, f"{answer.status_code}: {answer.text}\n{self.logs()}"

@@ -175,7 +175,9 @@ def test_second_signal_does_not_wait_for_requests(model: Path, start_group: Call
     wait_clean(group)
 
 
-def test_drain_lets_a_running_answer_finish_and_refuses_new_ones(model: Path, start_group: Callable[..., Group]) -> None:
+def test_drain_lets_a_running_answer_finish_and_refuses_new_ones(
+    model: Path, start_group: Callable[..., Group]
+) -> None:
     group = start_group(model)
     events = group.stream(PROMPT, 150)
     got = event_tokens(next(events))

@@ -1,0 +1,236 @@
+"""The bus over real sockets: delivery, refusal, dropping of what is bad, stale or too much."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from shared.bus import AsyncBus, Bus, ControlClient, ControlServer, Received
+from shared.codec import HEADER, BadMessage, Decoder, Encoder
+from shared.endpoints import Endpoints
+from shared.messages import SCHEMA_VERSION, control
+from shared.messages.attention import StepAbandoned, StepPlan
+from shared.messages.layer import HiddenReady, Mixed
+
+MakeBus = Callable[..., Bus]
+
+
+@pytest.fixture
+def endpoints(tmp_path: Path) -> Endpoints:
+    found = Endpoints(tmp_path, os.urandom(4).hex())
+    found.socket_dir.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+@pytest.fixture
+def make_bus(endpoints: Endpoints) -> Iterator[MakeBus]:
+    made: list[Bus] = []
+
+    def make(service: str, incarnation: int = 1, receives: tuple[type, ...] = (), **more: Any) -> Bus:
+        made.append(Bus(endpoints, service, incarnation, receives, **more))
+        return made[-1]
+
+    yield make
+    for bus in made:
+        bus.close(0)
+
+
+def wait_for(bus: Bus, n: int = 1, timeout_s: float = 5.0) -> list[Received]:
+    found: list[Received] = []
+    deadline = time.monotonic() + timeout_s
+    while len(found) < n and time.monotonic() < deadline:
+        found += bus.poll(50)
+    return found
+
+
+def send_when_connected(bus: Bus, receiver: str, msg: Any) -> None:
+    deadline = time.monotonic() + 5
+    while not bus.send(receiver, msg):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_message_arrives_with_its_origin(make_bus: MakeBus) -> None:
+    router = make_bus("router", 1, (HiddenReady,))
+    attention = make_bus("attention", 7)
+    send_when_connected(attention, "router", HiddenReady(1, 2, 0, 5))
+    assert wait_for(router) == [Received("attention", 7, HiddenReady(1, 2, 0, 5))]
+
+
+def test_send_to_nobody_is_refused_at_once(make_bus: MakeBus) -> None:
+    attention = make_bus("attention")
+    begin = time.monotonic()
+    assert attention.send("router", HiddenReady(1, 2, 0, 5)) is False
+    assert time.monotonic() - begin < 0.1
+    assert attention.counters.refused == 1
+
+
+def test_posted_message_waits_for_a_peer_that_starts_later(make_bus: MakeBus) -> None:
+    attention = make_bus("attention")
+    attention.post("router", HiddenReady(1, 2, 0, 5))
+    attention.post("router", HiddenReady(1, 3, 0, 5))
+    router = make_bus("router", 1, (HiddenReady,))
+    deadline = time.monotonic() + 5
+    found: list[Received] = []
+    while len(found) < 2 and time.monotonic() < deadline:
+        attention.poll(5)
+        found += router.poll(5)
+    assert [received.msg.layer for received in found] == [2, 3]
+
+
+def test_full_queue_is_refused_not_waited_for(make_bus: MakeBus) -> None:
+    make_bus("router", 1, (HiddenReady,))  # never reads
+    attention = make_bus("attention")
+    send_when_connected(attention, "router", HiddenReady(0, 0, 0, 1))
+    begin = time.monotonic()
+    n_sent = 0
+    while n_sent < 1_000_000 and attention.send("router", HiddenReady(n_sent, 0, 0, 1)):
+        n_sent += 1
+    assert attention.counters.refused >= 1
+    assert n_sent < 1_000_000
+    assert time.monotonic() - begin < 30
+
+
+def test_older_incarnations_are_dropped_once_a_newer_one_is_known(endpoints: Endpoints, make_bus: MakeBus) -> None:
+    router = make_bus("router", 1, (HiddenReady,))
+    old = make_bus("attention", 1)
+    send_when_connected(old, "router", HiddenReady(1, 0, 0, 1))
+    assert len(wait_for(router)) == 1
+    router.peer_changed("attention", 2)
+    assert old.send("router", HiddenReady(2, 0, 0, 1))
+    assert wait_for(router, timeout_s=0.3) == []
+    assert router.counters.stale == 1
+    old.close(0)
+    new = make_bus("attention", 2)
+    send_when_connected(new, "router", HiddenReady(3, 0, 0, 1))
+    assert [received.msg.step for received in wait_for(router)] == [3]
+
+
+def test_newer_incarnation_is_believed_before_the_control_plane_says_so(make_bus: MakeBus) -> None:
+    router = make_bus("router", 1, (HiddenReady,))
+    frames = {n: bytes(Encoder("attention", n).encode(HiddenReady(n, 0, 0, 1), 0)) for n in (1, 2)}
+    assert router.accept(frames[2]) is not None
+    assert router.accept(frames[1]) is None
+    assert router.counters.stale == 1
+
+
+def test_garbage_is_dropped_and_counted_never_raised(endpoints: Endpoints, make_bus: MakeBus) -> None:
+    router = make_bus("router", 1, (HiddenReady, Mixed))
+    good = bytes(Encoder("attention", 1).encode(HiddenReady(1, 2, 0, 5), 0))
+    other = bytes(Encoder("attention", 1).encode(StepAbandoned(5), 0))  # nothing the router is told
+    out_of_bounds = bytes(Encoder("attention", 1).encode(HiddenReady(1, 99_999, 0, 5), 0))
+    wrong_version = HEADER.pack(SCHEMA_VERSION + 1, *HEADER.unpack_from(good)[1:]) + good[HEADER.size :]
+    wrong_sender = HEADER.pack(SCHEMA_VERSION, 200, *HEADER.unpack_from(good)[2:]) + good[HEADER.size :]
+    bad = [b"", b"x", good[:-1], good + b"\0", other, out_of_bounds, wrong_version, wrong_sender, os.urandom(100)]
+    context = zmq.Context()
+    socket = context.socket(zmq.PUSH)
+    socket.connect(endpoints.data("router"))
+    for frame in (*bad, good):
+        socket.send(frame)
+    found = wait_for(router)
+    assert [received.msg for received in found] == [HiddenReady(1, 2, 0, 5)]
+    assert router.counters.bad == len(bad)
+    context.destroy(linger=0)
+
+
+def test_gap_in_the_sequence_is_counted(make_bus: MakeBus) -> None:
+    router = make_bus("router", 1, (HiddenReady,))
+    encoder = Encoder("attention", 1)
+    for sequence in (0, 1, 3, 4):
+        assert router.accept(bytes(encoder.encode(HiddenReady(1, 2, 0, 5), sequence)))
+    assert router.counters.gaps == 1
+
+
+def test_deeply_nested_body_is_bad_not_a_crash() -> None:
+    body = b"\x91" * 200_000 + b"\x90"
+    frame = HEADER.pack(SCHEMA_VERSION, 1, 0, len(body), 1, 0) + body
+    with pytest.raises(BadMessage):
+        Decoder((HiddenReady, StepPlan)).decode(frame)
+
+
+def test_control_is_served_before_data_and_fds_are_seen(endpoints: Endpoints, make_bus: MakeBus) -> None:
+    router = make_bus("router", 1, (HiddenReady,))
+    server = ControlServer(endpoints, router.context)
+    order: list[str] = []
+    router.add_control(server, lambda: order.extend(type(m).__name__ for _, m in server.receive_all() if m))
+    read_fd, write_fd = os.pipe()
+    router.add_fd(read_fd, lambda: order.append(os.read(read_fd, 10).decode()))
+    attention = make_bus("attention")
+    client = ControlClient(endpoints, attention.context)
+    for layer in range(50):
+        send_when_connected(attention, "router", HiddenReady(1, layer, 0, 5))
+    while not client.send(control.Drain("test", 1.0)):
+        time.sleep(0.01)
+    os.write(write_fd, b"fd")
+    time.sleep(0.2)
+    data = router.poll(1000)
+    assert "Drain" in order
+    assert "fd" in order
+    assert len(data) == 50
+    os.close(read_fd)
+    os.close(write_fd)
+    client.close(0)
+
+
+def test_new_connection_shows_at_the_control_server(endpoints: Endpoints, make_bus: MakeBus) -> None:
+    client = ControlClient(endpoints)
+    time.sleep(0.05)
+    router = make_bus("router")
+    server = ControlServer(endpoints, router.context)
+    router.add_control(server, lambda: None)
+    found: list[tuple[bytes, Any]] = []
+    deadline = time.monotonic() + 5
+    while not found and time.monotonic() < deadline:
+        found += server.receive_all()
+        time.sleep(0.01)
+    assert found
+    assert found[0][1] is None
+    server.send(found[0][0], control.HelloWanted(1))
+    assert client.socket.poll(2000)
+    assert client.receive_all() == [control.HelloWanted(1)]
+    client.close(0)
+
+
+def test_close_returns_with_unsent_messages(make_bus: MakeBus) -> None:
+    make_bus("router", 1, (HiddenReady,))
+    attention = make_bus("attention")
+    for _ in range(100):
+        send_when_connected(attention, "router", HiddenReady(1, 2, 0, 5))
+    begin = time.monotonic()
+    attention.close(100)
+    assert time.monotonic() - begin < 2
+
+
+def test_async_bus_receives_and_sends(endpoints: Endpoints, make_bus: MakeBus) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    router = make_bus("router", 3, (HiddenReady,))
+
+    async def talk() -> Received:
+        bus = AsyncBus(endpoints, "gateway", 1, (Mixed,))
+        try:
+            while not bus.send("router", HiddenReady(9, 0, 0, 1)):
+                await asyncio.sleep(0.01)
+            while not router.send("gateway", Mixed(9, 1, 0)):
+                await asyncio.sleep(0.01)
+            return await asyncio.wait_for(bus.receive(), 5)
+        finally:
+            bus.close(0)
+
+    assert uvloop.run(talk()) == Received("router", 3, Mixed(9, 1, 0))
+    assert [received.msg.step for received in wait_for(router)] == [9]
+
+
+def test_socket_paths_stay_short_under_a_deep_run_directory(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 120)
+    endpoints = Endpoints(deep, "ab12cd34")
+    for service in ("gateway", "router", "attention", "expert_io", "drafter"):
+        assert len(endpoints.data(service).removeprefix("ipc://")) <= 107
+    assert str(endpoints.socket_dir).endswith("ab12cd34")
+    assert Endpoints("/tmp/r", "x").socket_dir == Path("/tmp/r/sock")

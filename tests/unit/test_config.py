@@ -1,0 +1,99 @@
+"""Settings: the file, the flags, and what is refused with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from shared.config import GroupConfig, Settings, freeze, load_frozen, load_settings, parse_bytes
+from shared.errors import ConfigError
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_the_file_and_both_over_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.toml", 'ram = "3G"\nslots = 20\nport = 9000\n')
+    settings = load_settings(path, {"slots": 30, "threads": None})
+    assert (settings.ram_bytes, settings.slots, settings.port, settings.threads) == (3 << 30, 30, 9000, 0)
+    assert load_settings() == Settings()
+
+
+def test_unknown_key_names_itself_and_all_settings(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.toml", "slotz = 3\n")
+    with pytest.raises(
+        ConfigError, match=r"unknown setting 'slotz'; the settings are: .*\bslots\b.*\bram\b|.*\bram\b.*\bslots\b"
+    ):
+        load_settings(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('kv_dtype = "f16"', ["kv_dtype", "f32, bf16"]),
+        ('pilot = "maybe"', ["pilot", "on, off, random"]),
+        ('slots = "many"', ["slots"]),
+        ("slots = -1", ["slots", "0 to"]),
+        ("port = 70000", ["port", "65535"]),
+        ('draft = "sometimes"', ["draft", "auto, off"]),
+        ("draft = 99", ["draft", "0 to 8"]),
+        ('ram = "much"', ["ram", "12G"]),
+        ("ram = [1]", ["ram"]),
+        ("port = ", ["not valid TOML"]),
+    ],
+)
+def test_bad_values_name_the_key_and_what_is_allowed(tmp_path: Path, text: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(write(tmp_path / "c.toml", text + "\n"))
+    assert caught.value.exit_code == 78
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_missing_file_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_settings(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "n_bytes"),
+    [("12G", 12 << 30), ("1.5GiB", 3 << 29), ("800m", 800 << 20), ("4096", 4096), ("7 B", 7), (5, 5), ("2TB", 2 << 40)],
+)
+def test_sizes(text: str | int, n_bytes: int) -> None:
+    assert parse_bytes(text, "ram") == n_bytes
+
+
+def test_system_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAM", "PORT", "HOST", "TEMP", "MODEL", "DRAFT"):
+        monkeypatch.setenv(name, "/some/folder")
+    assert load_settings() == Settings()
+
+
+def make_config(run_dir: Path) -> GroupConfig:
+    return GroupConfig(
+        run_id="ab12", run_dir=str(run_dir), model_dir="/m", host="127.0.0.1", port=1, ram_bytes=1, n_slots=2, slot_bytes=3,
+        n_threads=1, kv_dtype="f32", prefill_chunk=4, pilot="on", n_drafts=0, max_sequences=1, max_context=64, n_kv_blocks=1,
+        n_frames=2, logit_rows=1,
+    )  # fmt: skip
+
+
+def test_frozen_configuration_comes_back_whole_and_private(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    freeze(config, tmp_path / "group.json")
+    assert load_frozen(tmp_path / "group.json") == config
+    assert (tmp_path / "group.json").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["group.json"]
+
+
+def test_frozen_configuration_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "group.json"
+    values = msgspec.to_builtins(make_config(tmp_path))
+    path.write_bytes(msgspec.json.encode(values | {"new_field": 1}))
+    with pytest.raises(ConfigError, match="new_field"):
+        load_frozen(path)
+    with pytest.raises(ConfigError, match="still running"):
+        load_frozen(tmp_path / "absent.json")
