@@ -1,0 +1,87 @@
+"""The process group against the oracles, and promise 1 over real processes: the same bytes whatever the knobs.
+
+``tests/ring`` turns each knob alone, without processes; here every value of every knob appears in one of three groups.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.model_spec import ModelSpec
+from tests.group.harness import Group
+from tests.oracle import ORACLES, oracle_array
+from tests.support.ring import read_record
+
+Converted = Callable[[str, str], Path]
+StartGroup = Callable[..., Group]
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_the_group_reproduces_the_oracle(name: str, converted: Converted, start_group: StartGroup, tmp_path: Path) -> None:
+    """Prompt logits within the stated tolerance, greedy tokens exactly, first drafts equal to the MTP oracle's."""
+    prompt = oracle_array(name, "prompt_ids").tolist()
+    greedy = oracle_array(name, "greedy_tokens").tolist()
+    chain = oracle_array(name, "mtp_chain_tokens").tolist()
+    record = tmp_path / "logits"
+    group = start_group(converted(name, "f32"), kv_dtype="f32", draft=len(chain), record_logits=record)
+    assert group.tokens(prompt, len(greedy)) == greedy
+    rows = read_record(record)
+    logits = np.stack([row["logits"] for row in rows if row["position"] < len(prompt)])
+    np.testing.assert_allclose(logits, oracle_array(name, "logits"), atol=2e-3, rtol=0)
+    # The first step after the prompt verifies the drafts: its rows are the sampled token and they.
+    first = [row["token"] for row in rows[len(prompt) : len(prompt) + 1 + len(chain)]]
+    assert first == [greedy[0], *chain]
+    decoded = {row["position"]: row["logits"] for row in rows if row["position"] >= len(prompt)}
+    expected = oracle_array(name, "greedy_logits")
+    assert np.abs(decoded[len(prompt)] - expected[1]).max() < 2e-3
+
+
+def knob_sets(spec: ModelSpec) -> dict[str, dict[str, Any]]:
+    """Three groups in which every value of every knob appears."""
+    n_experts = len(spec.moe_layers) * spec.n_experts
+    return {
+        "plain": dict(slots=n_experts, prefill_chunk=512, threads=1, pilot="off", draft="off"),
+        "halved": dict(slots=n_experts // 2, prefill_chunk=7, threads=2, pilot="on", draft=1),
+        "starved": dict(slots=spec.gate_k + 1, prefill_chunk=1, threads=4, pilot="random", draft=3),
+    }
+
+
+@pytest.mark.parametrize("precision", ["f32", "int8", "int4"])
+def test_no_knob_changes_an_answer(precision: str, converted: Converted, start_group: StartGroup) -> None:
+    name, n = "glm_moe_dsa", 24
+    model = converted(name, precision)
+    prompt = oracle_array(name, "prompt_ids").tolist()
+    prompts = [prompt, prompt[3:], prompt[:2], prompt[::-1] + prompt]
+    answers: dict[str, list[list[int]]] = {}
+    for title, knobs in knob_sets(ModelSpec.load(model)).items():
+        group = start_group(model, **knobs)
+        alone = [group.tokens(prompts[0], n)]
+        alone += [group.tokens(p, n, temperature=1, seed=i) for i, p in enumerate(prompts)]
+        together = ask_together(group, prompts, n)
+        assert together == alone[1:], f"{title}: neighbours changed an answer"
+        answers[title] = alone
+        assert group.stop() == 0
+    assert len({tuple(a) for a in answers["plain"]}) > 1, "the prompts must lead to different answers"
+    for title, got in answers.items():
+        assert got == answers["plain"], f"{title} changed an answer"
+
+
+def ask_together(group: Group, prompts: list[list[int]], n: int) -> list[list[int]]:
+    """The same requests as alone, all at once."""
+    results: list[list[int]] = [[] for _ in prompts]
+
+    def ask(i: int) -> None:
+        results[i] = group.tokens(prompts[i], n, temperature=1, seed=i)
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
