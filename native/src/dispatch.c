@@ -26,6 +26,7 @@ static void fill(int isa)
     if (isa >= CB_ISA_AVX512) {
         cb_linear_table_avx512(&t);
         cb_vector_table_avx512(&t);
+        cb_attn_table_avx512(&t);
     }
     if (isa >= CB_ISA_AVX512VNNI)
         cb_linear_table_avx512vnni(&t);

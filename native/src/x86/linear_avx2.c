@@ -8,8 +8,6 @@
  * run side by side, because one chain of fused multiply-adds waits four cycles for each step. */
 #include "tiles.h"
 
-#include <immintrin.h>
-
 /* ---- int8 activations -------------------------------------------------------------------------------------- */
 
 CB_INLINE __m256i broadcast_dword(const int8_t *q)
@@ -21,44 +19,48 @@ CB_INLINE __m256i broadcast_dword(const int8_t *q)
 
 CB_INLINE void tile_q4_q8(const int R, const cb_matrix *m, int64_t b, const cb_tile_rows *rows, float *out)
 {
+    const int H = R <= 2 ? 2 : 1; /* halves per pass: as many sums as fit the registers */
     int64_t ng = cb_groups(m->in);
     const uint8_t *w = (const uint8_t *)m->weight + b * ng * 512;
     const uint16_t *s = (const uint16_t *)m->scale + b * ng * 16;
     const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-    __m256 acc[8][2];
+    __m256 acc[4][2];
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < ng; g++, w += 512, s += 16) {
-        if (R == 1) { /* decode: ask for the stream's lines a little before the hardware does */
-            _mm_prefetch((const char *)w + 4096, _MM_HINT_T0);
-            _mm_prefetch((const char *)w + 4096 + 64, _MM_HINT_T0);
-            _mm_prefetch((const char *)w + 4096 + 128, _MM_HINT_T0);
-            _mm_prefetch((const char *)w + 4096 + 192, _MM_HINT_T0);
-            _mm_prefetch((const char *)w + 4096 + 256, _MM_HINT_T0);
-            _mm_prefetch((const char *)w + 4096 + 320, _MM_HINT_T0);
-            _mm_prefetch((const char *)w + 4096 + 384, _MM_HINT_T0);
-            _mm_prefetch((const char *)w + 4096 + 448, _MM_HINT_T0);
-        }
-        for (int half = 0; half < 2; half++) {
-            __m256i lo[8], hi[8];
+#pragma GCC unroll 1
+        for (int half = 0; half < 2; half += H) {
+            __m256i lo[4][2], hi[4][2];
             for (int r = 0; r < R; r++)
-                lo[r] = hi[r] = _mm256_setzero_si256();
+                for (int h = 0; h < H; h++)
+                    lo[r][h] = hi[r][h] = _mm256_setzero_si256();
 #pragma GCC unroll 8
             for (int kq = 0; kq < 8; kq++) {
-                __m256i v = _mm256_loadu_si256((const __m256i *)(w + kq * 64 + half * 32));
-                __m256i v0 = _mm256_and_si256(v, nibble), v1 = _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble);
+                __m256i v0[2], v1[2];
+                for (int h = 0; h < H; h++) {
+                    __m256i v = _mm256_loadu_si256((const __m256i *)(w + kq * 64 + (half + h) * 32));
+                    v0[h] = _mm256_and_si256(v, nibble);
+                    v1[h] = _mm256_and_si256(_mm256_srli_epi16(v, 4), nibble);
+                }
                 for (int r = 0; r < R; r++) {
                     const int8_t *q = rows->q[r] + g * 64 + kq * 4;
-                    lo[r] = _mm256_add_epi16(lo[r], _mm256_maddubs_epi16(v0, broadcast_dword(q)));
-                    hi[r] = _mm256_add_epi16(hi[r], _mm256_maddubs_epi16(v1, broadcast_dword(q + 32)));
+                    __m256i q0 = broadcast_dword(q), q1 = broadcast_dword(q + 32);
+                    for (int h = 0; h < H; h++) {
+                        lo[r][h] = _mm256_add_epi16(lo[r][h], _mm256_maddubs_epi16(v0[h], q0));
+                        hi[r][h] = _mm256_add_epi16(hi[r][h], _mm256_maddubs_epi16(v1[h], q1));
+                        CB_IN_ORDER(lo[r][h]);
+                        CB_IN_ORDER(hi[r][h]);
+                    }
                 }
             }
-            __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(s + half * 8)));
-            for (int r = 0; r < R; r++) {
-                __m256i d = _mm256_add_epi32(_mm256_madd_epi16(lo[r], ones), _mm256_madd_epi16(hi[r], ones));
-                d = _mm256_sub_epi32(d, _mm256_set1_epi32(8 * rows->sum[r][g]));
-                __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(rows->scale[r][g]));
-                acc[r][half] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(d), both, acc[r][half]);
+            for (int h = 0; h < H; h++) {
+                __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(s + (half + h) * 8)));
+                for (int r = 0; r < R; r++) {
+                    __m256i d = _mm256_add_epi32(_mm256_madd_epi16(lo[r][h], ones), _mm256_madd_epi16(hi[r][h], ones));
+                    d = _mm256_sub_epi32(d, _mm256_set1_epi32(8 * rows->sum[r][g]));
+                    __m256 both = _mm256_mul_ps(scale, _mm256_set1_ps(rows->scale[r][g]));
+                    acc[r][half + h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(d), both, acc[r][half + h]);
+                }
             }
         }
     }
@@ -70,31 +72,43 @@ CB_INLINE void tile_q4_q8(const int R, const cb_matrix *m, int64_t b, const cb_t
 
 CB_INLINE void tile_q8_q8(const int R, const cb_matrix *m, int64_t b, const cb_tile_rows *rows, float *out)
 {
+    const int H = R <= 2 ? 2 : 1;
     int64_t ng = cb_groups(m->in);
     const uint8_t *w = (const uint8_t *)m->weight + b * ng * 1024;
     const float *s = (const float *)m->scale + b * 16;
     const __m256i sign = _mm256_set1_epi8((char)0x80), ones = _mm256_set1_epi16(1);
-    __m256 acc[8][2];
+    __m256 acc[4][2];
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < ng; g++, w += 1024) {
-        for (int half = 0; half < 2; half++) {
-            __m256i d[8];
+#pragma GCC unroll 1
+        for (int half = 0; half < 2; half += H) {
+            __m256i d[4][2];
             for (int r = 0; r < R; r++)
-                d[r] = _mm256_setzero_si256();
-#pragma GCC unroll 8
+                for (int h = 0; h < H; h++)
+                    d[r][h] = _mm256_setzero_si256();
+#pragma GCC unroll 4
             for (int kq = 0; kq < 16; kq++) {
-                __m256i v = _mm256_loadu_si256((const __m256i *)(w + kq * 64 + half * 32));
-                v = _mm256_xor_si256(v, sign);
-                __m256i magnitude = _mm256_abs_epi8(v);
+                __m256i v[2], magnitude[2];
+                for (int h = 0; h < H; h++) {
+                    v[h] = _mm256_loadu_si256((const __m256i *)(w + kq * 64 + (half + h) * 32));
+                    v[h] = _mm256_xor_si256(v[h], sign);
+                    magnitude[h] = _mm256_abs_epi8(v[h]);
+                }
                 for (int r = 0; r < R; r++) {
-                    __m256i q = _mm256_sign_epi8(broadcast_dword(rows->q[r] + g * 64 + kq * 4), v);
-                    d[r] = _mm256_add_epi32(d[r], _mm256_madd_epi16(_mm256_maddubs_epi16(magnitude, q), ones));
+                    __m256i q = broadcast_dword(rows->q[r] + g * 64 + kq * 4);
+                    for (int h = 0; h < H; h++) {
+                        __m256i pairs = _mm256_maddubs_epi16(magnitude[h], _mm256_sign_epi8(q, v[h]));
+                        d[r][h] = _mm256_add_epi32(d[r][h], _mm256_madd_epi16(pairs, ones));
+                        CB_IN_ORDER(d[r][h]);
+                    }
                 }
             }
-            for (int r = 0; r < R; r++)
-                acc[r][half] =
-                    _mm256_fmadd_ps(_mm256_cvtepi32_ps(d[r]), _mm256_set1_ps(rows->scale[r][g]), acc[r][half]);
+            for (int r = 0; r < R; r++) {
+                __m256 a = _mm256_set1_ps(rows->scale[r][g]);
+                for (int h = 0; h < H; h++)
+                    acc[r][half + h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(d[r][h]), a, acc[r][half + h]);
+            }
         }
     }
     for (int r = 0; r < R; r++) {
@@ -105,8 +119,8 @@ CB_INLINE void tile_q8_q8(const int R, const cb_matrix *m, int64_t b, const cb_t
 
 /* ---- f32 activations --------------------------------------------------------------------------------------- */
 
-/* The 8 weights (half) of input k of a group that starts at w. */
-CB_INLINE __m256 widen(const int FORMAT, const uint8_t *w, int k, int half)
+/* The 8 weights (half) of input k of a group (or of input k mod 4 of a quad, for the packed formats) that starts at w. */
+CB_INLINE __m256 widen(const int FORMAT, const uint8_t *w, int k, const bool HIGH, int half)
 {
     if (FORMAT == CB_F32)
         return _mm256_loadu_ps((const float *)w + k * 16 + half * 8);
@@ -114,14 +128,13 @@ CB_INLINE __m256 widen(const int FORMAT, const uint8_t *w, int k, int half)
         __m128i h = _mm_loadu_si128((const __m128i *)((const uint16_t *)w + k * 16 + half * 8));
         return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
     }
-    int i = FORMAT == CB_Q4 ? k % 32 : k, j = i % 4;
-    __m256i v = _mm256_loadu_si256((const __m256i *)(w + i / 4 * 64 + half * 32));
-    if (FORMAT == CB_Q8) { /* byte j to the top as two's complement, then down with its sign */
+    __m256i v = _mm256_loadu_si256((const __m256i *)(w + half * 32));
+    if (FORMAT == CB_Q8) { /* byte k to the top as two's complement, then down with its sign */
         v = _mm256_xor_si256(v, _mm256_set1_epi8((char)0x80));
-        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * j), 24));
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * k), 24));
     }
     v = _mm256_xor_si256(v, _mm256_set1_epi8((char)0x88));
-    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, (k < 32 ? 28 : 24) - 8 * j), 28));
+    return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(v, (HIGH ? 24 : 28) - 8 * k), 28));
 }
 
 CB_INLINE int64_t group_bytes(const int FORMAT)
@@ -129,10 +142,12 @@ CB_INLINE int64_t group_bytes(const int FORMAT)
     return FORMAT == CB_F32 ? 64 * 64 : FORMAT == CB_BF16 ? 64 * 32 : FORMAT == CB_Q8 ? 1024 : 512;
 }
 
-/* p[g][r][half] += chains over inputs begin .. end-1 (relative to each group) of G neighbouring groups. */
-CB_INLINE void chains(const int FORMAT, const int G, const int R, const uint8_t *w, const cb_tile_rows *rows, int64_t x0,
-                      int begin, int end, __m256 p[4][4][2])
+/* p[g][r][half] += chains over inputs begin .. end-1 of G neighbouring groups; HIGH: inputs 32.. of q4, in the high
+ * nibbles. */
+CB_INLINE void chains(const int FORMAT, const int G, const int R, const bool HIGH, const uint8_t *w,
+                      const cb_tile_rows *rows, int64_t x0, int begin, int end, __m256 p[4][4][2])
 {
+    const bool packed = FORMAT == CB_Q8 || FORMAT == CB_Q4;
     for (int k4 = begin; k4 < end; k4 += 4) {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
@@ -140,19 +155,9 @@ CB_INLINE void chains(const int FORMAT, const int G, const int R, const uint8_t 
                 break;
 #pragma GCC unroll 4
             for (int g = 0; g < G; g++) {
-                /* k is spelled so that j alone decides the shift */
-                int k = FORMAT == CB_Q4 && begin >= 32 ? k4 - 32 + j : k4 + j;
-                const uint8_t *from = w + g * group_bytes(FORMAT);
-                __m256 w0, w1;
-                if (FORMAT == CB_Q8 || FORMAT == CB_Q4) {
-                    from += (k4 - (FORMAT == CB_Q4 && begin >= 32 ? 32 : 0)) * 16;
-                    int at = FORMAT == CB_Q4 && begin >= 32 ? 32 + j : j;
-                    w0 = widen(FORMAT, from, at, 0);
-                    w1 = widen(FORMAT, from, at, 1);
-                } else {
-                    w0 = widen(FORMAT, from, k, 0);
-                    w1 = widen(FORMAT, from, k, 1);
-                }
+                const uint8_t *from = w + g * group_bytes(FORMAT) + (packed ? (k4 - (HIGH ? 32 : 0)) * 16 : 0);
+                __m256 w0 = widen(FORMAT, from, packed ? j : k4 + j, HIGH, 0);
+                __m256 w1 = widen(FORMAT, from, packed ? j : k4 + j, HIGH, 1);
 #pragma GCC unroll 4
                 for (int r = 0; r < R; r++) {
                     __m256 x = _mm256_broadcast_ss(rows->x[r] + x0 + g * 64 + k4 + j);
@@ -172,10 +177,10 @@ CB_INLINE void groups_f32(const int FORMAT, const int G, const int R, const uint
         for (int r = 0; r < R; r++)
             p[g][r][0] = p[g][r][1] = _mm256_setzero_ps();
     if (FORMAT == CB_Q4) { /* low nibbles hold the first 32 inputs, high nibbles the rest */
-        chains(FORMAT, G, R, w, rows, x0, 0, CB_MIN(n, 32), p);
-        chains(FORMAT, G, R, w, rows, x0, 32, n, p);
+        chains(FORMAT, G, R, false, w, rows, x0, 0, CB_MIN(n, 32), p);
+        chains(FORMAT, G, R, true, w, rows, x0, 32, n, p);
     } else {
-        chains(FORMAT, G, R, w, rows, x0, 0, n, p);
+        chains(FORMAT, G, R, false, w, rows, x0, 0, n, p);
     }
     for (int g = 0; g < G; g++) {
         for (int half = 0; half < 2; half++) {

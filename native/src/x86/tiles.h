@@ -8,8 +8,15 @@
 
 #include "../internal.h"
 
+#include <immintrin.h>
+
 #define CB_INLINE static inline __attribute__((always_inline))
 #define CB_CHUNK_ROWS 32
+
+/* Without this the compiler turns a row of exact integer sums into a tree and runs out of registers. */
+#ifndef CB_IN_ORDER
+#define CB_IN_ORDER(v) __asm__("" : "+v"(v))
+#endif
 
 /* Sources of up to 8 rows. */
 typedef struct {

@@ -1,0 +1,171 @@
+/* immintrin.h, for tests only: the AVX-512 intrinsics that native/src/x86/ *_avx512*.c use, as plain loops over lanes.
+ *
+ * It stands in for the compiler's header (found first through -I), so those files run on any machine. That proves their
+ * arithmetic, their masks and which bytes they touch; it proves nothing about instruction encoding or about flags such
+ * as flush-to-zero. A new intrinsic in a kernel needs its line here. */
+#ifndef EMULATED_IMMINTRIN_H
+#define EMULATED_IMMINTRIN_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define CB_IN_ORDER(v) ((void)0)
+
+
+#define _MM_HINT_T0 3
+#define _MM_HINT_T1 2
+#define _MM_HINT_NTA 0
+#define _mm_prefetch(p, hint) ((void)(p))
+
+typedef union {
+    float f[16];
+} __m512;
+typedef union {
+    int8_t i8[64];
+    uint8_t u8[64];
+    int16_t i16[32];
+    uint16_t u16[32];
+    int32_t i32[16];
+    uint32_t u32[16];
+} __m512i;
+typedef union {
+    float f[8];
+} __m256;
+typedef union {
+    uint16_t u16[16];
+    int32_t i32[8];
+} __m256i;
+typedef union {
+    float f[4];
+} __m128;
+typedef union {
+    uint16_t u16[8];
+} __m128i;
+typedef uint16_t __mmask16;
+typedef uint64_t __mmask64;
+
+#define E_FN static __attribute__((noinline, unused)) /* inlined, the unrolled kernels take the compiler minutes */
+#define E_EACH(n) for (int l = 0; l < (n); l++)
+#define E_OP2(name, type, n, expression) \
+    E_FN type name(type a, type b) { type o; E_EACH(n) expression; return o; }
+#define E_OP1(name, type, n, expression) \
+    E_FN type name(type a) { type o; E_EACH(n) expression; return o; }
+
+/* ---- f32 lanes; min and max return the second operand unless the first is strictly smaller or larger */
+E_OP2(_mm512_add_ps, __m512, 16, o.f[l] = a.f[l] + b.f[l])
+E_OP2(_mm512_sub_ps, __m512, 16, o.f[l] = a.f[l] - b.f[l])
+E_OP2(_mm512_mul_ps, __m512, 16, o.f[l] = a.f[l] * b.f[l])
+E_OP2(_mm512_div_ps, __m512, 16, o.f[l] = a.f[l] / b.f[l])
+E_OP2(_mm512_min_ps, __m512, 16, o.f[l] = a.f[l] < b.f[l] ? a.f[l] : b.f[l])
+E_OP2(_mm512_max_ps, __m512, 16, o.f[l] = a.f[l] > b.f[l] ? a.f[l] : b.f[l])
+E_FN __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { E_EACH(16) c.f[l] = fmaf(a.f[l], b.f[l], c.f[l]); return c; }
+E_FN __m512 _mm512_set1_ps(float x) { __m512 o; E_EACH(16) o.f[l] = x; return o; }
+E_FN __m512 _mm512_setzero_ps(void) { return _mm512_set1_ps(0.0f); }
+E_FN __m512 _mm512_loadu_ps(const void *p) { __m512 o; memcpy(&o, p, 64); return o; }
+E_FN void _mm512_storeu_ps(void *p, __m512 v) { memcpy(p, &v, 64); }
+E_FN __m512 _mm512_maskz_loadu_ps(__mmask16 m, const void *p)
+{
+    __m512 o;
+    E_EACH(16) o.f[l] = m >> l & 1 ? ((const float *)p)[l] : 0.0f;
+    return o;
+}
+E_FN void _mm512_mask_storeu_ps(void *p, __mmask16 m, __m512 v)
+{
+    E_EACH(16) if (m >> l & 1) ((float *)p)[l] = v.f[l];
+}
+E_FN __m512 _mm512_maskz_sub_ps(__mmask16 m, __m512 a, __m512 b)
+{
+    E_EACH(16) a.f[l] = m >> l & 1 ? a.f[l] - b.f[l] : 0.0f;
+    return a;
+}
+E_FN __m512i _mm512_castps_si512(__m512 v) { __m512i o; memcpy(&o, &v, 64); return o; }
+E_FN __m512 _mm512_castsi512_ps(__m512i v) { __m512 o; memcpy(&o, &v, 64); return o; }
+E_FN __m512 _mm512_cvtepi32_ps(__m512i v) { __m512 o; E_EACH(16) o.f[l] = (float)v.i32[l]; return o; }
+
+/* ---- integer lanes */
+E_OP2(_mm512_and_si512, __m512i, 16, o.u32[l] = a.u32[l] & b.u32[l])
+E_OP2(_mm512_or_si512, __m512i, 16, o.u32[l] = a.u32[l] | b.u32[l])
+E_OP2(_mm512_xor_si512, __m512i, 16, o.u32[l] = a.u32[l] ^ b.u32[l])
+E_OP2(_mm512_add_epi32, __m512i, 16, o.u32[l] = a.u32[l] + b.u32[l])
+E_OP2(_mm512_sub_epi32, __m512i, 16, o.u32[l] = a.u32[l] - b.u32[l])
+E_OP2(_mm512_max_epi32, __m512i, 16, o.i32[l] = a.i32[l] > b.i32[l] ? a.i32[l] : b.i32[l])
+E_OP2(_mm512_add_epi16, __m512i, 32, o.u16[l] = (uint16_t)(a.u16[l] + b.u16[l]))
+E_OP1(_mm512_abs_epi8, __m512i, 64, o.u8[l] = (uint8_t)(a.i8[l] < 0 ? -a.i8[l] : a.i8[l]))
+E_FN __m512i _mm512_set1_epi32(int32_t x) { __m512i o; E_EACH(16) o.i32[l] = x; return o; }
+E_FN __m512i _mm512_set1_epi16(int16_t x) { __m512i o; E_EACH(32) o.i16[l] = x; return o; }
+E_FN __m512i _mm512_set1_epi8(int8_t x) { __m512i o; E_EACH(64) o.i8[l] = x; return o; }
+E_FN __m512i _mm512_setzero_si512(void) { return _mm512_set1_epi32(0); }
+E_FN __m512i _mm512_loadu_si512(const void *p) { __m512i o; memcpy(&o, p, 64); return o; }
+E_FN void _mm512_storeu_si512(void *p, __m512i v) { memcpy(p, &v, 64); }
+E_FN __m512i _mm512_slli_epi32(__m512i v, unsigned n) { E_EACH(16) v.u32[l] = n > 31 ? 0 : v.u32[l] << n; return v; }
+E_FN __m512i _mm512_srli_epi32(__m512i v, unsigned n) { E_EACH(16) v.u32[l] = n > 31 ? 0 : v.u32[l] >> n; return v; }
+E_FN __m512i _mm512_srai_epi32(__m512i v, unsigned n) { E_EACH(16) v.i32[l] >>= n > 31 ? 31 : n; return v; }
+E_FN __m512i _mm512_srli_epi16(__m512i v, unsigned n)
+{
+    E_EACH(32) v.u16[l] = (uint16_t)(n > 15 ? 0 : v.u16[l] >> n);
+    return v;
+}
+E_FN __m512i _mm512_maskz_and_epi32(__mmask16 m, __m512i a, __m512i b)
+{
+    E_EACH(16) a.u32[l] = m >> l & 1 ? a.u32[l] & b.u32[l] : 0;
+    return a;
+}
+E_FN __m512i _mm512_mask_sub_epi8(__m512i source, __mmask64 m, __m512i a, __m512i b)
+{
+    E_EACH(64) if (m >> l & 1) source.i8[l] = (int8_t)(a.i8[l] - b.i8[l]);
+    return source;
+}
+E_FN __mmask64 _mm512_movepi8_mask(__m512i v)
+{
+    __mmask64 m = 0;
+    E_EACH(64) m |= (__mmask64)(v.u8[l] >> 7) << l;
+    return m;
+}
+E_FN __mmask16 _mm512_cmpgt_epi32_mask(__m512i a, __m512i b)
+{
+    unsigned m = 0;
+    E_EACH(16) m |= (unsigned)(a.i32[l] > b.i32[l]) << l;
+    return (__mmask16)m;
+}
+/* u8 times s8, neighbours added with saturation, as the instruction does: an overflow must show up here too */
+E_FN __m512i _mm512_maddubs_epi16(__m512i a, __m512i b)
+{
+    __m512i o;
+    E_EACH(32)
+    {
+        int sum = a.u8[2 * l] * b.i8[2 * l] + a.u8[2 * l + 1] * b.i8[2 * l + 1];
+        o.i16[l] = (int16_t)(sum > 32767 ? 32767 : sum < -32768 ? -32768 : sum);
+    }
+    return o;
+}
+E_FN __m512i _mm512_madd_epi16(__m512i a, __m512i b)
+{
+    __m512i o;
+    E_EACH(16) o.i32[l] = a.i16[2 * l] * b.i16[2 * l] + a.i16[2 * l + 1] * b.i16[2 * l + 1];
+    return o;
+}
+E_FN __m512i _mm512_dpbusd_epi32(__m512i c, __m512i a, __m512i b)
+{
+    E_EACH(16) for (int j = 0; j < 4; j++) c.i32[l] += a.u8[4 * l + j] * b.i8[4 * l + j];
+    return c;
+}
+
+/* ---- narrow to wide */
+E_FN __m256i _mm256_loadu_si256(const void *p) { __m256i o; memcpy(&o, p, 32); return o; }
+E_FN __m512i _mm512_cvtepu16_epi32(__m256i v) { __m512i o; E_EACH(16) o.u32[l] = v.u16[l]; return o; }
+E_FN __m512 _mm512_cvtph_ps(__m256i v)
+{
+    __m512 o;
+    E_EACH(16)
+    {
+        int sign = v.u16[l] >> 15, exponent = v.u16[l] >> 10 & 31, fraction = v.u16[l] & 1023;
+        float x = exponent == 31 ? (fraction ? NAN : INFINITY)
+                  : exponent     ? ldexpf((float)(1024 + fraction), exponent - 25)
+                                 : ldexpf((float)fraction, -24);
+        o.f[l] = sign ? -x : x;
+    }
+    return o;
+}
+
+#endif
