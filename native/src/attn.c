@@ -13,6 +13,7 @@
 #define ROW_TILE 128    /* rows whose queries, latents and outputs are in scratch at one time */
 #define TASK_LANES 64   /* rows times heads of one task: queries and sums stay in the second-level cache */
 #define TASK_ROWS 4
+#define PREFETCH_ROWS 12 /* selected rows lie anywhere: ask for them this many ahead */
 
 /* ---- cache ------------------------------------------------------------------------------------------------ */
 
@@ -41,7 +42,14 @@ const float *cb_block_rows(const void *cache, int format, int64_t width, int64_t
     return room;
 }
 
-void cb_position_row(const void *cache, int format, int64_t width, int64_t block, int64_t offset, float *dst)
+static void prefetch_row(const void *cache, int format, int64_t width, int64_t block, int64_t offset)
+{
+    const char *row = (const char *)cache + (size_t)((block * CB_KV_BLOCK + offset) * width) * kv_bytes(format);
+    for (size_t at = 0; at < (size_t)width * kv_bytes(format); at += 64)
+        __builtin_prefetch(row + at);
+}
+
+static void position_row(const void *cache, int format, int64_t width, int64_t block, int64_t offset, float *dst)
 {
     size_t at = (size_t)((block * CB_KV_BLOCK + offset) * width);
     if (format == CB_KV_BF16)
@@ -50,7 +58,7 @@ void cb_position_row(const void *cache, int format, int64_t width, int64_t block
         memcpy(dst, (const float *)cache + at, (size_t)width * sizeof(float));
 }
 
-void cb_store_row(void *cache, int format, int64_t width, int64_t block, int64_t offset, const float *src)
+static void store_row(void *cache, int format, int64_t width, int64_t block, int64_t offset, const float *src)
 {
     size_t at = (size_t)((block * CB_KV_BLOCK + offset) * width);
     if (format == CB_KV_BF16) {
@@ -113,12 +121,12 @@ static void store_job(void *arg, int64_t begin, int64_t end, int thread)
         float *kv = a->kv + i * width;
         cb_kernels.rmsnorm(kv, y->kv_a_norm, y->latent_eps, y->kv_rank, kv);
         cb_rope(kv + y->kv_rank, y->rope, y->rope_interleave, cosine, sine, kv + y->kv_rank);
-        cb_store_row(c->step->kv, c->step->kv_format, width, block, offset, kv);
+        store_row(c->step->kv, c->step->kv_format, width, block, offset, kv);
         if (a->key) {
             float *key = a->key + i * y->index_dim;
             cb_kernels.layernorm(key, y->index_k_norm_w, y->index_k_norm_b, y->index_norm_eps, y->index_dim, key);
             cb_rope(key, y->rope, y->index_rope_interleave, cosine, sine, key);
-            cb_store_row(c->step->index_k, c->step->kv_format, y->index_dim, block, offset, key);
+            store_row(c->step->index_k, c->step->kv_format, y->index_dim, block, offset, key);
         }
     }
 }
@@ -275,8 +283,9 @@ static int64_t keys_of(const cb_attn_call *c, int64_t t, const int32_t **selecti
     return (int64_t)c->step->position[t] + 1;
 }
 
+/* Keys [first, first + n) of row t's list, whose length is `length`. */
 static const float *load_keys(const cb_attn_call *c, int64_t t, const int32_t *selection, int64_t first, int64_t n,
-                              float *room, int64_t *ld)
+                              int64_t length, float *room, int64_t *ld)
 {
     const cb_attn_layer *y = c->layer;
     int64_t width = y->kv_rank + y->rope;
@@ -286,7 +295,11 @@ static const float *load_keys(const cb_attn_call *c, int64_t t, const int32_t *s
     *ld = cb_lanes(width);
     for (int64_t i = 0; i < n; i++) {
         int64_t position = selection[first + i];
-        cb_position_row(c->step->kv, c->step->kv_format, width, cb_kv_block_of(c->step, t, position),
+        if (first + i + PREFETCH_ROWS < length) {
+            int64_t ahead = selection[first + i + PREFETCH_ROWS];
+            prefetch_row(c->step->kv, c->step->kv_format, width, cb_kv_block_of(c->step, t, ahead), ahead % CB_KV_BLOCK);
+        }
+        position_row(c->step->kv, c->step->kv_format, width, cb_kv_block_of(c->step, t, position),
                         position % CB_KV_BLOCK, room + i * *ld);
     }
     return room;
@@ -310,7 +323,7 @@ static void attend(const attend_arg *a, const row_group *group, int64_t h0, floa
     int64_t last = group->row + group->n_rows - 1, longest = keys_of(c, last, &selection);
     for (int64_t first = 0; first < longest; first += CB_KV_BLOCK) {
         int64_t ld, n = CB_MIN(CB_KV_BLOCK, longest - first);
-        const float *keys = load_keys(c, last, selection, first, n, r.keys, &ld);
+        const float *keys = load_keys(c, last, selection, first, n, longest, r.keys, &ld);
         for (int64_t i = 0; i < group->n_rows; i++) {
             const int32_t *unused;
             int64_t own = CB_MIN(n, keys_of(c, group->row + i, &unused) - first);

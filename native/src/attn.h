@@ -63,9 +63,6 @@ void cb_rope(const float *src, int64_t rope, bool interleave, const float *cosin
  * a row the caller reads (a multiple of 16 at most 15 above width). */
 const float *cb_block_rows(const void *cache, int format, int64_t width, int64_t reach, int64_t block, int64_t n,
                            float *room, int64_t *ld);
-/* One cached position as f32[width]. */
-void cb_position_row(const void *cache, int format, int64_t width, int64_t block, int64_t offset, float *dst);
-void cb_store_row(void *cache, int format, int64_t width, int64_t block, int64_t offset, const float *src);
 
 static inline int64_t cb_kv_block_of(const cb_attn_step *step, int64_t row, int64_t position)
 {
