@@ -7,15 +7,18 @@ wherever the terminal does not clearly say otherwise, and never raises an encodi
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 from urllib.parse import urlsplit
 
 from shared.bus import ControlClient
@@ -238,20 +241,75 @@ def open_session(
         return
     if not may_start:
         raise ConfigError(f"no group is running in {directory}; start one with colibri-up")
-    up = [sys.executable, "-m", "deploy.up", "--run-dir", str(directory)]
+    with _own_group(directory, model) as url:
+        yield Session(Client(url), directory, is_ours=True)
+
+
+@contextlib.contextmanager
+def _own_group(directory: Path, model: str | None) -> Iterator[str]:
+    """A group that lives as long as this block, and ends too when this process is killed. Yields its address."""
     # Any free port: the group is ours alone and must not meet one of another run directory.
-    start = subprocess.run(
-        [*up, "--daemon", "--port", "0", *([model] if model else [])], stdin=subprocess.DEVNULL, stdout=sys.stderr
+    up = [sys.executable, "-m", "deploy.up", "--run-dir", str(directory), "--port", "0", *([model] if model else [])]
+    process = subprocess.Popen(
+        up,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is ours: it may only stop an answer
+        preexec_fn=_end_with_parent(),
     )
-    if start.returncode:
-        raise _StartFailed("the group could not be started (its words are above)", start.returncode)
+    ready = threading.Event()
+    relay = threading.Thread(target=_relay, args=(process.stdout, ready), daemon=True)
+    relay.start()
+    old_handlers = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
+        while not ready.wait(0.05):
+            if process.poll() is not None:
+                relay.join(5)
+                raise _StartFailed("the group could not be started (its words are above)", process.returncode or 70)
         found = find_group(directory)
         if found is None:
             raise ConfigError(f"colibri-up reported success but no group answers in {directory}")
-        yield Session(Client(found[1]), directory, is_ours=True)
+        yield found[1]
     finally:
-        subprocess.run([*up, "--stop"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+        _stop_process(process)
+
+
+def _end_with_parent() -> Callable[[], None] | None:
+    """For the child, before exec: the kernel sends it SIGTERM when this process is gone."""
+    try:
+        from native.memory import die_with_parent
+    except (ImportError, OSError):  # kernels not built: then only an orderly end stops the group
+        return None
+    return functools.partial(die_with_parent, signal.SIGTERM)
+
+
+def _relay(source: IO[bytes] | None, ready: threading.Event) -> None:
+    """colibri-up's progress, on standard error until it is ready; what it says later is about a terminal it has not got."""
+    assert source is not None
+    for line in source:
+        if not ready.is_set():
+            with contextlib.suppress(OSError):
+                sys.stderr.write(line.decode("utf-8", "replace"))
+                sys.stderr.flush()
+            if line.startswith(b"ready "):
+                ready.set()
+
+
+def _leave(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _stop_process(process: subprocess.Popen[bytes]) -> None:
+    """The first SIGTERM lets it drain and stop; nothing of ours is running any more, so that is quick."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait()
 
 
 class _StartFailed(ColibriError):
