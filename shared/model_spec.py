@@ -392,10 +392,8 @@ def _rope(read: _Reader, qk_head: int) -> dict[str, Any]:
         return {"rope_theta": theta, "softmax_scale": scale, "rope_amplitude": 1.0}
     factor = inner.number("factor", low=0.0, high=1e6)
     original = inner.integer("original_max_position_embeddings", high=1 << 30)
-    mscale, mscale_all = merged.get("mscale") or 0.0, merged.get("mscale_all_dim") or 0.0
-    for key, value in (("mscale", mscale), ("mscale_all_dim", mscale_all)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise read.complaint(key, "a number", value)
+    mscale = inner.number("mscale", high=1e3) if merged.get("mscale") else 0.0
+    mscale_all = inner.number("mscale_all_dim", high=1e3) if merged.get("mscale_all_dim") else 0.0
     if merged.get("attention_factor") is not None:
         amplitude = inner.number("attention_factor", high=1e3)
     elif mscale and mscale_all:

@@ -1,0 +1,264 @@
+"""The ledger: nothing is given out twice, nothing beyond the budget, and the refusal shows its arithmetic."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.config import Settings
+from shared.container.format import PRECISIONS, Facts, plan_container, plan_facts
+from shared.container.synth import preset_config
+from shared.errors import CapacityError, ConfigError
+from shared.kv_layout import KV_BLOCK, kv_layout
+from shared.ledger import BUDGET_SHARE, Ledger, make_ledger, predict_speed, probe_memory
+from shared.model_spec import ModelSpec
+
+GIB = 1 << 30
+
+
+def frames(spec: ModelSpec, rows: int, logit_rows: int, sequences: int, blocks: int) -> int:
+    """Close enough to the C layout, and needs no native library."""
+    return rows * spec.hidden * 16 + logit_rows * spec.vocab * 4 + sequences * blocks * 4
+
+
+def model(preset: str, layers: int = 4, mtp: bool = False, precision: str = "int4") -> tuple[ModelSpec, Facts]:
+    spec = ModelSpec.from_config(preset_config(preset, layers, mtp))
+    return spec, plan_facts(spec, plan_container(spec, PRECISIONS[precision]))
+
+
+def ledger(spec: ModelSpec, facts: Facts, available: int, shm: int | None = None, **settings: Any) -> Ledger:
+    return make_ledger(spec, facts, Settings(**settings), available, shm, frames)
+
+
+@pytest.mark.parametrize("available", [8, 16, 24, 64, 512])
+@pytest.mark.parametrize("layers", [4, 12])
+def test_never_more_than_the_budget(available: int, layers: int) -> None:
+    spec, facts = model("glm-5.2", layers, mtp=True)
+    made = ledger(spec, facts, available * GIB)
+    assert made.total_bytes <= made.budget_bytes == int(available * GIB * BUDGET_SHARE)
+    assert spec.gate_k + 1 <= made.n_slots <= made.n_experts
+    # What is left would not hold one more slot, unless every expert has one.
+    assert made.n_slots == made.n_experts or made.budget_bytes - made.total_bytes < made.slot_bytes
+    assert made.n_kv_blocks * KV_BLOCK >= made.max_sequences * made.max_context
+
+
+def test_every_part_of_the_model_is_in_it() -> None:
+    spec, facts = model("glm-5.2", 4, mtp=True)
+    made = ledger(spec, facts, 512 * GIB)
+    by_owner: dict[str, list[int]] = {}
+    for line in made.lines:
+        by_owner.setdefault(line.owner, []).append(line.bytes)
+    assert facts.dense_bytes in by_owner["attention"]
+    assert facts.gate_bytes in by_owner["router"]
+    assert facts.shared_bytes in by_owner["expert_io"]
+    assert facts.mtp_bytes in by_owner["drafter"]
+    assert made.n_slots * made.slot_bytes in by_owner["expert_io"]
+    kv = kv_layout(spec, spec.index_kinds, "bf16", made.n_kv_blocks).total_bytes
+    mtp_kv = kv_layout(spec, (spec.mtp_index_kind,), "bf16", made.n_kv_blocks).total_bytes
+    assert {kv, mtp_kv} <= set(by_owner["shared"])
+    assert made.segment_bytes == sum(by_owner["shared"])
+    assert {"gateway", "group"} <= set(by_owner)
+
+
+def test_slots_hold_the_largest_record_in_use() -> None:
+    """Without drafting the MTP layer's larger (int8) records need no slot."""
+    spec, facts = model("glm-5.2", 4, mtp=True)
+    assert max(facts.record_bytes) > facts.record_bytes[0]
+    with_drafts = ledger(spec, facts, 512 * GIB, draft=2)
+    without = ledger(spec, facts, 512 * GIB, draft="off")
+    assert with_drafts.slot_bytes >= max(facts.record_bytes) > without.slot_bytes >= facts.record_bytes[0]
+    assert with_drafts.n_experts == 4 * 256
+    assert without.n_experts == 3 * 256
+    assert without.slot_bytes % (2 << 20) == 0  # 4 % lost to whole huge pages
+    tiny_spec, tiny_facts = model("tiny")
+    assert ledger(tiny_spec, tiny_facts, GIB).slot_bytes == 8192  # a huge page would waste nearly all of itself
+
+
+def test_drafting_is_on_where_everything_is_resident() -> None:
+    spec, facts = model("glm-5.2", 4, mtp=True)
+    assert ledger(spec, facts, 512 * GIB).n_drafts == 2
+    assert ledger(spec, facts, 16 * GIB).n_drafts == 0
+    assert ledger(spec, facts, 16 * GIB, draft=1).n_drafts == 1
+    assert ledger(spec, facts, 512 * GIB, draft="off").n_drafts == 0
+    no_mtp, no_mtp_facts = model("glm-5.2", 4)
+    assert ledger(no_mtp, no_mtp_facts, 512 * GIB).n_drafts == 0
+    with pytest.raises(ConfigError, match="no MTP layer"):
+        ledger(no_mtp, no_mtp_facts, 512 * GIB, draft=2)
+
+
+def test_asked_for_values_are_kept() -> None:
+    spec, facts = model("tiny", mtp=True)
+    made = ledger(
+        spec,
+        facts,
+        8 * GIB,
+        ram_bytes=GIB,
+        slots=7,
+        threads=3,
+        kv_dtype="f32",
+        prefill_chunk=5,
+        draft=1,
+        max_context=100,
+        max_sequences=2,
+    )
+    assert made.budget_bytes == GIB
+    assert (made.n_slots, made.n_threads, made.kv_dtype, made.prefill_chunk) == (7, 3, "f32", 5)
+    assert (made.n_drafts, made.max_context, made.max_sequences, made.n_kv_blocks) == (1, 100, 2, 4)
+    assert made.logit_rows == 4
+    assert ledger(spec, facts, 8 * GIB, prefill_chunk=5, max_sequences=2, draft=1, record_logits="x").logit_rows == 9
+
+
+def test_fewest_slots() -> None:
+    spec, facts = model("tiny")
+    assert ledger(spec, facts, 8 * GIB, slots=spec.gate_k + 1).n_slots == spec.gate_k + 1
+    with pytest.raises(ConfigError, match=r"slots = 4: at least 5"):
+        ledger(spec, facts, 8 * GIB, slots=spec.gate_k)
+
+
+def test_context_has_a_sensible_default() -> None:
+    spec, facts = model("glm-5.2", 12)
+    assert ledger(spec, facts, 512 * GIB).max_context == 8192
+    small = ledger(spec, facts, 12 * GIB)
+    assert 256 <= small.max_context <= 8192
+    tiny_spec, tiny_facts = model("tiny")
+    assert ledger(tiny_spec, tiny_facts, GIB).max_context == tiny_spec.max_context
+    with pytest.raises(ConfigError, match="max_context"):
+        ledger(tiny_spec, tiny_facts, GIB, max_context=tiny_spec.max_context + 1)
+
+
+def test_refusal_shows_the_arithmetic() -> None:
+    spec, facts = model("glm-5.2", 4)
+    with pytest.raises(CapacityError) as caught:
+        ledger(spec, facts, 3 * GIB)
+    text = str(caught.value)
+    assert "does not fit" in text
+    assert "Give more memory" in text
+    numbers = {
+        what: int(size.replace(",", "")) for what, size in re.findall(r"^(\w+) .*? ([\d,]+)$", text, re.MULTILINE)
+    }
+    rows = [int(size.replace(",", "")) for _, size in re.findall(r"^(\w+) .*? ([\d,]+)$", text, re.MULTILINE)]
+    assert sum(rows[:-3]) == numbers["sum"]
+    assert numbers["sum"] - numbers["budget"] == numbers["missing"] > 0
+    assert f"{facts.dense_bytes:,}" in text
+    assert "9 expert slots" in text
+
+
+def test_slots_that_do_not_fit() -> None:
+    spec, facts = model("glm-5.2", 4)
+    with pytest.raises(CapacityError, match="at least 700 expert slots"):
+        ledger(spec, facts, 12 * GIB, slots=700)
+
+
+def test_more_than_there_is() -> None:
+    spec, facts = model("tiny")
+    with pytest.raises(CapacityError, match=r"ram = 9\.00 GiB .* 8\.00 GiB are available"):
+        ledger(spec, facts, 8 * GIB, ram_bytes=9 * GIB)
+
+
+def test_shared_memory_that_is_too_small() -> None:
+    """Containers often have a /dev/shm of 64 MiB."""
+    spec, facts = model("glm-5.2", 4)
+    with pytest.raises(CapacityError, match=r"/dev/shm has 64\.00 MiB free.*shm-size"):
+        ledger(spec, facts, 64 * GIB, 64 << 20)
+
+
+def test_frame_size_comes_from_the_native_library() -> None:
+    pytest.importorskip("native.frame")
+    spec, facts = model("tiny", mtp=True)
+    made = make_ledger(spec, facts, Settings(), 4 * GIB)
+    from shared.frame import FrameDims, frame_bytes, stage_rows
+
+    rows = made.prefill_chunk + made.max_sequences * (1 + made.n_drafts)
+    blocks = made.n_kv_blocks // made.max_sequences
+    dims = FrameDims(
+        rows,
+        made.logit_rows,
+        made.max_sequences,
+        blocks,
+        spec.hidden,
+        spec.gate_k,
+        spec.vocab,
+        stage_rows(spec.n_layers),
+    )
+    assert made.n_frames * frame_bytes(dims) in [line.bytes for line in made.lines]
+
+
+def test_predicted_speed_of_glm_5_2() -> None:
+    """600 experts of 20 MB a token: 6 seconds at 2 GB/s."""
+    config = preset_config("glm-5.2", 78) | {"first_k_dense_replace": 3}
+    spec = ModelSpec.from_config(config)
+    facts = plan_facts(spec, plan_container(spec, PRECISIONS["int4"]))
+    made = ledger(spec, facts, 32 * GIB)
+    speed = predict_speed(spec, facts, made, 2.0, 28.0)
+    assert speed.routed_bytes == 600 * 20_054_016
+    assert speed.cold_tokens_s == pytest.approx(0.166, abs=0.002)
+    assert speed.resident_tokens_s == pytest.approx(1.26, abs=0.05)
+    assert speed.cold_tokens_s <= speed.warm_tokens_s <= speed.resident_tokens_s
+    assert speed.hit_rate == pytest.approx(made.n_slots / 19200)
+
+
+# ---- the probe ----------------------------------------------------------------------------------------------------
+
+
+def machine(root: Path, available_kb: int, cgroup: str, files: dict[str, str]) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "dev/shm").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable: {available_kb} kB\n")
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_probe_without_limits(tmp_path: Path) -> None:
+    probe = probe_memory(
+        machine(tmp_path, 1000, "0::/user\n", {"user/memory.max": "max\n", "user/memory.current": "5\n"})
+    )
+    assert (probe.available_bytes, probe.source) == (1000 * 1024, "MemAvailable")
+
+
+def test_probe_version_2_takes_the_tightest_group(tmp_path: Path) -> None:
+    files = {
+        "a/memory.max": "800000\n",
+        "a/memory.current": "500000\n",
+        "a/memory.stat": "anon 1\ninactive_file 100000\n",
+        "a/b/memory.max": "900000\n",
+        "a/b/memory.current": "100000\n",
+        "a/b/memory.stat": "",
+    }
+    probe = probe_memory(machine(tmp_path, 10_000, "0::/a/b\n", files))
+    assert probe.available_bytes == 400_000
+    assert probe.source.endswith("a/memory.max")
+
+
+def test_probe_version_1(tmp_path: Path) -> None:
+    files = {
+        "memory/job/memory.limit_in_bytes": "2000000\n",
+        "memory/job/memory.usage_in_bytes": "1500000\n",
+        "memory/job/memory.stat": "cache 9\ntotal_inactive_file 300000\n",
+        "memory/memory.limit_in_bytes": "9223372036854771712\n",
+        "memory/memory.usage_in_bytes": "1500000\n",
+    }
+    probe = probe_memory(machine(tmp_path, 10_000, "4:memory:/job\n3:cpu:/x\n", files))
+    assert probe.available_bytes == 800_000
+
+
+def test_probe_inside_a_container_sees_the_mounted_group(tmp_path: Path) -> None:
+    files = {"memory.max": "700000\n", "memory.current": "200000\n"}
+    probe = probe_memory(machine(tmp_path, 10_000, "0::/docker/0123abcd\n", files))
+    assert probe.available_bytes == 500_000
+
+
+def test_probe_of_a_full_group_is_zero_not_negative(tmp_path: Path) -> None:
+    files = {"memory.max": "100\n", "memory.current": "200\n"}
+    assert probe_memory(machine(tmp_path, 10_000, "0::/\n", files)).available_bytes == 0
+
+
+def test_probe_here() -> None:
+    probe = probe_memory()
+    assert 0 < probe.available_bytes < 1 << 50

@@ -1,0 +1,245 @@
+"""ModelSpec: what config.json says, in both spellings, and what is refused with which words."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.container.synth import preset_config
+from shared.errors import ConfigError
+from shared.model_spec import ModelSpec
+from tests.oracle import ORACLES, oracle_config, oracle_dir
+
+GLM_5_2_FULL = (0, 1, 2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62, 66, 70, 74)
+
+
+def glm(**changes: Any) -> ModelSpec:
+    return ModelSpec.from_config({**oracle_config("glm_moe_dsa"), **changes})
+
+
+def deepseek(name: str = "deepseek_v3", **changes: Any) -> ModelSpec:
+    return ModelSpec.from_config({**oracle_config(name), **changes})
+
+
+def without(name: str, *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in oracle_config(name).items() if key not in keys}
+
+
+def refused(config: dict[str, Any], *words: str, generation: dict[str, Any] | None = None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelSpec.from_config(config, generation)
+    text = str(caught.value)
+    for word in words:
+        assert word in text, text
+    assert text.endswith("."), text
+
+
+def test_glm_5_2() -> None:
+    config = preset_config("glm-5.2", 78, has_mtp=True) | {"first_k_dense_replace": 3}
+    spec = ModelSpec.from_config(config)
+    assert [i for i, kind in enumerate(spec.index_kinds) if kind == "full"] == list(GLM_5_2_FULL)
+    assert spec.mtp_index_kind == "full"
+    assert spec.softmax_scale == 0.0625
+    assert spec.rope_amplitude == 1.0
+    assert (spec.mtp_layer, spec.qk_head, spec.latent, spec.shared_inner) == (78, 256, 576, 2048)
+    assert spec.moe_layers == tuple(range(3, 79))
+    assert spec.layer_kinds == ("dense",) * 3 + ("moe",) * 75
+    freq = spec.inv_freq()
+    assert len(freq) == 32
+    assert freq[0] == 1.0
+    assert math.isclose(freq[31], 8e6 ** (-62 / 64))
+
+
+def test_indexer_kinds_by_list_pattern_and_rule_agree() -> None:
+    listed = glm().index_kinds
+    assert listed == ("full", "full", "full", "shared", "shared", "shared", "full", "shared")
+    by_rule = ModelSpec.from_config(without("glm_moe_dsa", "indexer_types")).index_kinds
+    assert by_rule == listed
+    by_pattern = ModelSpec.from_config(
+        without("glm_moe_dsa", "indexer_types") | {"index_topk_pattern": "FFFSSSFS"}
+    ).index_kinds
+    assert by_pattern == listed
+    no_rule = ModelSpec.from_config(
+        without("glm_moe_dsa", "indexer_types", "index_topk_freq", "index_skip_topk_offset")
+    )
+    assert set(no_rule.index_kinds) == {"full"}
+    assert set(deepseek("deepseek_v32").index_kinds) == {"full"}
+    assert set(deepseek().index_kinds) == {"none"}
+    assert deepseek().mtp_index_kind == "none"
+
+
+def test_indexer_rope_differs_by_family() -> None:
+    """Interleaved in GLM, half-split in DeepSeek-V3.2, unless the config says so itself."""
+    assert ModelSpec.from_config(without("glm_moe_dsa", "indexer_rope_interleave")).index_rope_interleave
+    assert not deepseek("deepseek_v32").index_rope_interleave
+    assert deepseek("deepseek_v32", indexer_rope_interleave=True).index_rope_interleave
+    assert deepseek("deepseek_v32").rope_interleave
+
+
+def test_both_spellings_of_rope() -> None:
+    old = deepseek()
+    config = without("deepseek_v3", "rope_theta", "rope_scaling")
+    scaling = dict(oracle_config("deepseek_v3")["rope_scaling"])
+    scaling["rope_type"] = scaling.pop("type")
+    new = ModelSpec.from_config({**config, "rope_parameters": {"rope_theta": 10000, **scaling}})
+    assert new == old
+    plain = ModelSpec.from_config({**config, "rope_theta": 10000, "rope_scaling": None})
+    assert plain.yarn_factor == 1.0
+    assert plain.softmax_scale == 40**-0.5
+
+
+def test_yarn_of_deepseek_and_kimi() -> None:
+    """The published scales: 0.13523 and 0.13086 (specification of the family)."""
+    sizes = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "max_position_embeddings": 163840}
+    yarn = {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    spec = deepseek(rope_scaling=yarn, **sizes)
+    assert math.isclose(spec.softmax_scale, 0.13523, abs_tol=1e-5)
+    assert spec.rope_amplitude == 1.0
+    freq = spec.inv_freq()
+    base = [10000 ** (-2 * i / 64) for i in range(32)]
+    assert freq[0] == base[0]
+    assert math.isclose(freq[31], base[31] / 40)
+    assert all(b / 40 - 1e-18 <= f <= b for f, b in zip(freq, base, strict=True))
+    kimi = deepseek(model_type="kimi_k2", rope_scaling={**yarn, "factor": 32, "beta_fast": 1, "beta_slow": 1}, **sizes)
+    assert math.isclose(kimi.softmax_scale, 0.13086, abs_tol=1e-5)
+
+
+def test_yarn_without_mscale_raises_the_amplitude() -> None:
+    yarn = {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096}
+    spec = deepseek(rope_scaling=yarn)
+    assert math.isclose(spec.rope_amplitude, 0.1 * math.log(32) + 1)
+    assert spec.softmax_scale == 40**-0.5
+    assert deepseek(rope_scaling={**yarn, "attention_factor": 1.25}).rope_amplitude == 1.25
+
+
+def test_latent_eps_defaults_to_rms_eps() -> None:
+    assert glm().latent_eps == 1e-5
+    assert glm(latent_rms_norm_eps=1e-6).latent_eps == 1e-6
+
+
+def test_layer_kinds() -> None:
+    assert glm().layer_kinds == ("dense",) * 3 + ("moe",) * 5
+    assert ModelSpec.from_config(without("glm_moe_dsa", "mlp_layer_types")) == glm()
+    assert ModelSpec.from_config(without("glm_moe_dsa", "first_k_dense_replace")) == glm()
+    mixed = ["sparse", "dense"] + ["sparse"] * 6
+    scattered = ModelSpec.from_config(without("glm_moe_dsa", "first_k_dense_replace") | {"mlp_layer_types": mixed})
+    assert scattered.moe_layers == (0, 2, 3, 4, 5, 6, 7, 8)
+
+
+def test_end_ids_are_the_union_of_both_files() -> None:
+    config = oracle_config("deepseek_v3")
+    assert ModelSpec.from_config(config, {"eos_token_id": [7, 1]}).eos_ids == (1, 7)
+    assert ModelSpec.from_config(config, {}).eos_ids == (1,)
+    assert ModelSpec.from_config(without("deepseek_v3", "eos_token_id")).eos_ids == ()
+    refused(config, "eos_token_id", "generation_config.json", generation={"eos_token_id": 256})
+
+
+def test_q_lora_rank_null_is_a_plain_projection() -> None:
+    assert deepseek(q_lora_rank=None).q_lora_rank is None
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_oracles_load_from_disk(name: str) -> None:
+    spec = ModelSpec.load(oracle_dir(name))
+    assert spec.n_mtp == 1
+    assert spec.eos_ids
+
+
+REQUIRED = (
+    "num_hidden_layers", "hidden_size", "vocab_size", "n_routed_experts", "num_experts_per_tok", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size", "moe_intermediate_size", "num_attention_heads",
+    "n_shared_experts", "rms_norm_eps", "routed_scaling_factor", "norm_topk_prob", "max_position_embeddings", "index_n_heads",
+    "index_head_dim", "index_topk",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", REQUIRED)
+def test_missing_key_is_named(key: str) -> None:
+    refused(without("glm_moe_dsa", key), f'"{key}"')
+
+
+@pytest.mark.parametrize("key", [key for key in REQUIRED if key not in ("norm_topk_prob", "q_lora_rank")])
+@pytest.mark.parametrize("value", [0, -1, "8", True, [], {}, 1e300, float("nan"), 1 << 70])
+def test_absurd_value_is_refused(key: str, value: Any) -> None:
+    refused({**oracle_config("glm_moe_dsa"), key: value}, f'"{key}"')
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt_oss"}, ("gpt_oss", "glm_moe_dsa")),
+        ({"model_type": None}, ("model_type",)),
+        ({"model_type": ["x"]}, ("model_type",)),
+        ({"attention_bias": True}, ("attention_bias",)),
+        ({"hidden_act": "gelu"}, ("hidden_act", "silu")),
+        ({"scoring_func": "softmax"}, ("scoring_func", "sigmoid")),
+        ({"topk_method": "greedy"}, ("topk_method", "noaux_tc")),
+        ({"moe_layer_freq": 2}, ("moe_layer_freq",)),
+        ({"num_experts_per_tok": 13}, ("num_experts_per_tok", "12")),
+        ({"n_group": 5}, ("n_group", "divisor")),
+        ({"n_group": 4, "topk_group": 5}, ("topk_group", "n_group")),
+        ({"n_group": 12, "topk_group": 4}, ("n_group", "two experts")),
+        ({"n_group": 4, "topk_group": 1}, ("topk_group", "3 experts")),
+        ({"num_nextn_predict_layers": 2}, ("num_nextn_predict_layers",)),
+        ({"qk_rope_head_dim": 15, "qk_head_dim": None}, ("qk_rope_head_dim", "even")),
+        ({"qk_head_dim": 41}, ("qk_head_dim", "40")),
+        ({"index_head_dim": 8}, ("index_head_dim", "16")),
+        (
+            {"mlp_layer_types": ["dense"] * 4 + ["sparse"] * 4},
+            ("first_k_dense_replace", "mlp_layer_types", "contradict"),
+        ),
+        ({"mlp_layer_types": ["dense"] * 3}, ("mlp_layer_types", "8 values")),
+        ({"mlp_layer_types": None, "first_k_dense_replace": 8}, ("dense",)),
+        ({"indexer_types": ["shared"] * 8}, ("layer 0", "full")),
+        ({"indexer_types": ["full"] * 7}, ("indexer_types", "8 values")),
+        ({"indexer_types": None, "index_topk_pattern": "FX"}, ("index_topk_pattern",)),
+        ({"rope_parameters": None}, ("rope_theta",)),
+        ({"rope_parameters": 5}, ("rope_parameters",)),
+        ({"rope_theta": 10000}, ("rope_theta", "twice")),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "longrope"}}, ("rope_type", "yarn")),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}}, ("factor",)),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4}},
+            ("original_max_position_embeddings",),
+        ),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, ("rope_theta",)),
+        ({"eos_token_id": -1}, ("eos_token_id",)),
+        ({"eos_token_id": "end"}, ("eos_token_id",)),
+        ({"tie_word_embeddings": "no"}, ("tie_word_embeddings",)),
+    ],
+)
+def test_contradictions_are_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused({**oracle_config("glm_moe_dsa"), **changes}, *words)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "1", True, [1]])
+@pytest.mark.parametrize("key", ["mscale", "mscale_all_dim"])
+def test_mscale_must_be_a_number(key: str, bad: Any) -> None:
+    scaling = {**oracle_config("deepseek_v3")["rope_scaling"], key: bad}
+    refused({**oracle_config("deepseek_v3"), "rope_scaling": scaling}, key)
+
+
+def test_files_that_are_no_json(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config\.json does not exist"):
+        ModelSpec.load(tmp_path)
+    for text in ("", "{", "[" * 100_000, "nonsense", b"\xff\xfe\x00".decode("latin1")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match="not valid JSON"):
+            ModelSpec.load(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="expected an object"):
+        ModelSpec.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(oracle_config("glm_moe_dsa")))
+    (tmp_path / "generation_config.json").write_text("oops")
+    with pytest.raises(ConfigError, match=r"generation_config\.json"):
+        ModelSpec.load(tmp_path)
