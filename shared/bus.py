@@ -293,8 +293,6 @@ class ControlClient:
         self._context: zmq.Context[Any] = zmq.Context() if context is None else context
         self.socket: Any = self._context.socket(zmq.DEALER)
         _set_options(self.socket)
-        # An empty message at each connection: a new router sees us at once and asks who we are.
-        self.socket.setsockopt(zmq.PROBE_ROUTER, 1)
         self.socket.connect(endpoints.control)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Union[_CONTROL_TO_SERVICE])  # noqa: UP007
@@ -303,6 +301,10 @@ class ControlClient:
     def fd(self) -> int:
         """Edge-triggered descriptor for asyncio: after it fires, and after every send, call ``receive_all``."""
         return int(self.socket.getsockopt(zmq.FD))
+
+    def can_send(self) -> bool:
+        """Whether a router is connected."""
+        return bool(self.socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT)
 
     def send(self, msg: Msg) -> bool:
         """False when the router is not there."""
@@ -357,7 +359,7 @@ class ControlServer:
         self.n_bad = 0
 
     def receive_all(self) -> list[tuple[bytes, Any]]:
-        """[(identity, message)] of everything that has arrived; None is a new connection. Bad frames are counted."""
+        """[(identity, message)] of everything that has arrived; bad frames are dropped and counted."""
         out: list[tuple[bytes, Any]] = []
         while True:
             try:
@@ -365,7 +367,7 @@ class ControlServer:
             except zmq.Again:
                 return out
             try:
-                out.append((frames[0], self._decoder.decode(frames[-1]) if frames[-1] else None))
+                out.append((frames[0], self._decoder.decode(frames[-1])))
             except msgspec.MsgspecError:
                 self.n_bad += 1
 

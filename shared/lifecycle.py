@@ -145,6 +145,7 @@ class _Life:
         self._drain_reason = ""
         self._has_drained = False
         self._is_leaving = False
+        self._is_connected = False
 
     @property
     def ctx_state(self) -> str:
@@ -152,7 +153,17 @@ class _Life:
 
     def hello(self) -> None:
         ctx = self.ctx
-        ctx.control.send(control.Hello(self.service.name, ctx.incarnation, os.getpid(), SCHEMA_VERSION))
+        self._is_connected = ctx.control.send(
+            control.Hello(self.service.name, ctx.incarnation, os.getpid(), SCHEMA_VERSION)
+        )
+
+    def look_for_router(self) -> None:
+        """A router that appeared (again) hears at once who we are, before it has to ask."""
+        was_connected, self._is_connected = self._is_connected, self.ctx.control.can_send()
+        if self._is_connected and not was_connected:
+            self.hello()
+            if self.ctx.state in (READY, DRAINING):
+                self._say_ready()
 
     def ready(self, facts: dict[str, str]) -> None:
         ctx = self.ctx
@@ -230,6 +241,7 @@ class _Life:
         return self._is_leaving and (self._has_drained or self.ctx.state != DRAINING)
 
     def tick(self) -> None:
+        self.look_for_router()
         for callback in self.ctx.ticks:
             callback()
         self.service.tick()

@@ -55,9 +55,7 @@ class ControlPlane:
     def _on_messages(self) -> None:
         now = time.monotonic()
         for identity, msg in self._server.receive_all():
-            if msg is None:
-                self._carry_out(self._group.connected(identity))
-            elif isinstance(msg, control.StatusWanted):
+            if isinstance(msg, control.StatusWanted):
                 self._server.send(identity, self._group.status(now, *self._load_counts()))
             elif isinstance(msg, control.Drain):
                 self._carry_out(self._group.drain(now, identity, msg.reason, msg.deadline_s))

@@ -189,17 +189,14 @@ class Group:
 
     # -- events
 
-    def connected(self, identity: bytes) -> list[Instruction]:
-        """A socket appeared; whose it is, only a Hello tells."""
-        return [Reply(identity, control.HelloWanted(self.peers[ROUTER].incarnation))]
-
     def heard(self, now: float, identity: bytes, msg: Any) -> list[Instruction]:
         """One control message from a service."""
         if isinstance(msg, control.Hello):
             return self._hello(now, identity, msg)
         peer = self._peer_of(identity, msg)
         if peer is None:
-            return self.connected(identity) if isinstance(msg, (control.Heartbeat, control.Ready)) else []
+            is_sign_of_life = isinstance(msg, (control.Heartbeat, control.Ready))
+            return [Reply(identity, control.HelloWanted(self.peers[ROUTER].incarnation))] if is_sign_of_life else []
         peer.heard_at = now
         out: list[Instruction] = []
         if peer.is_suspected:

@@ -179,23 +179,23 @@ def test_control_is_served_before_data_and_fds_are_seen(endpoints: Endpoints, ma
     client.close(0)
 
 
-def test_new_connection_shows_at_the_control_server(endpoints: Endpoints, make_bus: MakeBus) -> None:
+def test_tool_asks_the_router_and_gives_up_without_one(endpoints: Endpoints, make_bus: MakeBus) -> None:
     client = ControlClient(endpoints)
-    time.sleep(0.05)
-    router = make_bus("router")
-    server = ControlServer(endpoints, router.context)
-    router.add_control(server, lambda: None)
-    found: list[tuple[bytes, Any]] = []
-    deadline = time.monotonic() + 5
-    while not found and time.monotonic() < deadline:
-        found += server.receive_all()
-        time.sleep(0.01)
-    assert found
-    assert found[0][1] is None
-    server.send(found[0][0], control.HelloWanted(1))
-    assert client.socket.poll(2000)
-    assert client.receive_all() == [control.HelloWanted(1)]
-    client.close(0)
+    try:
+        assert client.can_send() is False
+        assert client.ask(control.StatusWanted(), control.Status, 0.2) is None
+        router = make_bus("router")
+        server = ControlServer(endpoints, router.context)
+        status = control.Status(True, "ready", 0, 0, ())
+        router.add_control(server, lambda: [server.send(identity, status) for identity, _ in server.receive_all()])
+        deadline = time.monotonic() + 5
+        while not client.send(control.StatusWanted()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        router.poll(2000)
+        assert client.socket.poll(2000)
+        assert client.receive_all() == [status]
+    finally:
+        client.close(0)
 
 
 def test_close_returns_with_unsent_messages(make_bus: MakeBus) -> None:
