@@ -188,10 +188,12 @@ class RouterService(Service):
         try:
             sequence = self._accept(msg)
         except Refused as refusal:
+            self._counters.add("refused", 1)
             self._bus.post("gateway", RequestRefused(
                 msg.request, refusal.status, refusal.code, str(refusal), refusal.param))  # fmt: skip
             return
         self._counters.add("requests", 1)
+        self._counters.add("prompt_tokens", sequence.n_prompt)
         prompt_ids = tuple(sequence.tokens[: sequence.n_prompt]) if msg.want_prompt_ids else ()
         self._bus.post("gateway", RequestAccepted(msg.request, sequence.n_prompt, sequence.max_tokens, prompt_ids))
         self._ctx.log.info("request", request=msg.request, n_prompt=sequence.n_prompt, max_tokens=sequence.max_tokens,
@@ -435,6 +437,7 @@ class RouterService(Service):
     def _done(self, sequence: Sequence, text: str) -> None:
         code, message = sequence.error or ("", "")
         reason = "error" if sequence.error else sequence.finish_reason
+        self._counters.add({"error": "failed", "abort": "aborted"}.get(reason, "finished"), 1)
         self._bus.post("gateway", RequestDone(
             sequence.request, reason, sequence.n_prompt, sequence.n_generated, text, code, message,
             sequence.n_drafted, sequence.n_accepted))  # fmt: skip
