@@ -4,8 +4,9 @@
 processes may be busy; the instant belongs to the one the others wait for. The ring makes that a fixed order: attention (or
 the drafter) computes, else it waits for expert_io, which computes or waits for storage, else expert_io waits for the router.
 An instant in which nobody does anything that has a name lies between two rows: a *hop* when they belong to different
-processes, else *other*. So the table's rows are disjoint and sum to the time from the first to the last row of each step;
-how far that agrees with the router's own measure is the check printed below the table.
+processes, else *other*. So the table's rows are disjoint and sum to the time from the first to the last row of each step
+(and the hops from and to the router around them); how far that agrees with the router's own measure is the check printed
+below the table.
 
 Used by ``colibri profile`` and ``colibri run --profile``. Times in the rows are CLOCK_MONOTONIC nanoseconds.
 """
@@ -20,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from shared.counters import CELLS
 from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
 from shared.stages import NO_LAYER, Stage, StepKind
 
@@ -129,6 +131,7 @@ class Facts:
     first_token_s: float = 0.0
 
     def counter(self, service: str, name: str) -> int:
+        assert name in CELLS[service], f"{service} counts no {name}"
         return self.counters.get(service, {}).get(name, 0)
 
 
@@ -246,7 +249,8 @@ def _sweep(
     attributed: dict[tuple[str, str, int], int] = defaultdict(int)
     gaps: list[tuple[str, int]] = []
     last_service = ROUTER
-    gap_ns = 0
+    # The router begins and ends each step. When it has no row there, the step began or ended with a hop.
+    gap_ns = events[0][0] - begin if events[0][3][0] != ROUTER else 0
     now = events[0][0]
     for time_ns, change, rank, key in events:
         if time_ns > now:
@@ -266,6 +270,8 @@ def _sweep(
             active[entry] = n
         else:
             active.pop(entry, None)
+    if last_service != ROUTER and end > now:
+        gaps.append((HOP, end - now))
     for (service, stage_name, layer), ns in attributed.items():
         for target in targets:
             target.totals.setdefault((service, stage_name), StageTotal(service, stage_name)).total_ns += ns
@@ -497,7 +503,7 @@ def _format_facts(report: Report) -> list[str]:
         lines.append(
             f"pilot:   {useful} useful, {wasted} wasted; {_size(facts.counter(EXPERT_IO, 'bytes_speculative'))} read ahead"
         )
-    drafted, accepted = facts.counter(ROUTER, "drafted"), facts.counter(ROUTER, "accepted")
+    drafted, accepted = facts.counter(ROUTER, "drafts"), facts.counter(ROUTER, "accepted")
     if drafted:
         lines.append(f"drafts:  {accepted} of {drafted} accepted ({accepted / drafted:.0%})")
     if facts.n_lost:

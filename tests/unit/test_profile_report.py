@@ -89,6 +89,20 @@ def test_rows_sum_to_the_wall_time_and_the_check_can_fail() -> None:
     assert any("MORE THAN 5 %" in line for line in format_report(report))
 
 
+def test_a_step_without_rows_of_the_router_begins_and_ends_with_a_hop() -> None:
+    rows = [(ROUTER, Stage.STEP, StepKind.DRAFT, 0, 10, 1), (DRAFTER, Stage.DRAFT, -1, 1, 8)]
+    report = analyse(ring_of(rows))
+    assert totals(report, "draft") == {"drafter draft": 7, "hop": 3}
+    assert report.kinds["draft"].totals["", "hop"].durations == [1 * MS, 2 * MS]
+    # Where the router has the last word, what it does not name stays a difference.
+    rows = [
+        (ROUTER, Stage.STEP, StepKind.DECODE, 0, 10, 1),
+        (ROUTER, Stage.PLAN, -1, 1, 2),
+        (ROUTER, Stage.SAMPLE, -1, 6, 8),
+    ]
+    assert analyse(ring_of(rows)).all.difference == pytest.approx(0.3)
+
+
 def test_order_of_the_rows_does_not_matter() -> None:
     assert totals(analyse(ring_of(STEP[::-1]))) == pytest.approx(totals(analyse(ring_of(STEP))))
 

@@ -1,0 +1,150 @@
+"""The command line against real groups: ``profile`` tells the truth, ``run`` starts what it needs and ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from cli.client import ask_status
+from shared.config import load_frozen
+from shared.counters import read_all
+from shared.segments import COUNTERS, Segment
+from tests.group.harness import Group, completion_body
+
+pytestmark = pytest.mark.group
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = [3, 14, 15, 92, 65, 35]
+KEPT = {"lock", "log"}
+
+
+@pytest.fixture
+def model(converted: Callable[[str, str], Path]) -> Path:
+    return converted("glm_moe_dsa", "int8")
+
+
+def colibri(*args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cli.main", *args]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, stdin=subprocess.DEVNULL
+    )
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.02)
+    return value
+
+
+@pytest.mark.parametrize("draft", ["off", "2"])
+def test_profile_rows_sum_to_the_wall_time_and_bytes_to_the_kernels(
+    model: Path, start_group: Callable[..., Group], tmp_path: Path, draft: str
+) -> None:
+    gate_k = json.loads((model / "config.json").read_text())["num_experts_per_tok"]
+    group = start_group(model, draft=draft, slots=gate_k + 1)
+    trace = tmp_path / "trace.json"
+    length = ["--prompt-tokens", "40", "--max-tokens", "60"]
+    done = colibri("profile", "--run-dir", str(group.run_dir), *length, "--json", "--trace", str(trace))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    rows_s = sum(row["total_s"] for row in report["rows"])
+    assert report["n_lost"] == 0
+    assert rows_s == pytest.approx(report["wall_s"], rel=0.05)
+    for kind in report["kinds"].values():
+        assert sum(row["total_s"] for row in kind["rows"]) == pytest.approx(kind["wall_s"], rel=0.05)
+    assert {"prefill", "decode"} <= set(report["kinds"])
+    assert sum(row["total_s"] for row in report["rows"] if row["stage"] == "other") < 0.25 * rows_s
+    # The steps are all there: between the first and the last lies the request, seen from outside.
+    assert report["wall_s"] + report["between_steps_s"] == pytest.approx(report["request"]["wall_s"], rel=0.25, abs=0.2)
+    assert report["request"]["n_generated"] == 60
+    assert report["counters"]["router"]["tokens"] == 60
+    assert report["io"]["bytes_counted"] > 0
+    assert report["reads"]["bytes"] == report["io"]["bytes_counted"]
+    assert report["verdict"].startswith("Bottleneck: ")
+    if reads_directly(group):
+        assert report["io"]["difference"] is not None
+        assert report["io"]["difference"] < 0.01, report["io"]
+    names = {
+        event["args"]["name"]
+        for event in json.loads(trace.read_text())["traceEvents"]
+        if event["name"] == "process_name"
+    }
+    assert {"router", "attention", "expert_io"} <= names
+    assert ("drafter" in names) == (draft != "off")
+
+
+def reads_directly(group: Group) -> bool:
+    """Whether expert_io reads past the page cache here; the file system decides."""
+    status = ask_status(load_frozen(group.run_dir / "group.json"))
+    assert status is not None
+    facts = next(dict(service.facts) for service in status.services if service.service == "expert_io")
+    return "direct" in facts.get("reads", "")
+
+
+def test_profile_watches_what_others_ask(model: Path, start_group: Callable[..., Group]) -> None:
+    group = start_group(model)
+    watch = subprocess.Popen(
+        [sys.executable, "-m", "cli.main", "profile", "--run-dir", str(group.run_dir), "--seconds", "60"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert watch.stderr is not None
+    assert "watching" in watch.stderr.readline()
+    time.sleep(0.3)
+    group.tokens(PROMPT, 10)
+    watch.send_signal(signal.SIGINT)
+    out, _ = watch.communicate(timeout=30)
+    assert watch.returncode == 0
+    assert "decode: " in out
+    assert "Bottleneck: " in out
+
+
+def test_a_client_that_leaves_frees_its_place(model: Path, start_group: Callable[..., Group]) -> None:
+    group = start_group(model, max_sequences=1)
+    expected = group.tokens(PROMPT, 8)
+    segment = Segment.attach(group.run_id, COUNTERS, is_readonly=True)
+    for stream in (True, False):
+        before = read_all(segment.buf)["router"]["aborted"]
+        body = completion_body(PROMPT, 1000, stream=stream)
+        if stream:
+            with httpx2.stream("POST", f"{group.url}/v1/completions", json=body, timeout=10) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx2.ReadTimeout):
+                httpx2.post(f"{group.url}/v1/completions", json=body, timeout=httpx2.Timeout(10, read=0.3))
+        wait_for(lambda b=before: read_all(segment.buf)["router"]["aborted"] == b + 1, "the abort to be counted", 2)
+        assert group.tokens(PROMPT, 8) == expected
+    segment.close()
+
+
+@pytest.mark.parametrize("sig", [None, signal.SIGINT, signal.SIGKILL])
+def test_run_starts_a_group_and_ends_it_whatever_happens(model: Path, run_dir: Path, sig: int | None) -> None:
+    n_tokens = "12" if sig is None else "100000"
+    run = subprocess.Popen(
+        [sys.executable, "-m", "cli.main", "run", "--run-dir", str(run_dir), "--model", str(model), "--ids", "3,14,15",
+         "--max-tokens", n_tokens, "--temperature", "0"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert run.stderr is not None
+    wait_for(lambda: "ready after" in (run.stderr.readline() if run.stderr else ""), "the group", 60)
+    run_id = load_frozen(run_dir / "group.json").run_id
+    if sig is not None:
+        time.sleep(0.5)
+        run.send_signal(sig)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == (0 if sig is None else 130 if sig == signal.SIGINT else -signal.SIGKILL), err
+    if sig is None:
+        assert len(out.strip().split(",")) == 12
+    wait_for(lambda: {path.name for path in run_dir.iterdir()} <= KEPT, "the run directory to be empty")
+    assert not list(Path("/dev/shm").glob(f"colibri-{os.getuid()}-{run_id}*"))
