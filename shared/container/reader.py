@@ -8,7 +8,10 @@ offsets given here; ``verify`` reads everything.
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,8 @@ from shared.errors import ChecksumMismatch, ContainerError, ShortRead
 from shared.model_spec import ModelSpec
 
 _ALIGN = 64
-_PIECE_BYTES = 16 << 20
+_PIECE_BYTES = 4 << 20
+_N_READERS = 4
 _INDEX_LIMIT_BYTES = 1 << 30
 
 
@@ -152,55 +156,53 @@ class Container:
         buffer = allocate(max(sum(entry.total_bytes for entry in entries), _ALIGN))
         if buffer.ctypes.data % _ALIGN:
             raise ValueError("allocate() must give memory aligned to 64 bytes")
+        parts: list[_Part] = []
         tensors: dict[str, Tensor] = {}
         at = 0
-        with _Files() as files:
-            for entry in entries:
-                weight = buffer[at : at + entry.bytes]
-                at += _aligned(entry.bytes)
-                files.fill(entry.file, entry.offset, weight, entry.checksum, entry.name)
-                scale = None
-                if entry.scale_bytes:
-                    scale = buffer[at : at + entry.scale_bytes]
-                    at += _aligned(entry.scale_bytes)
-                    files.fill(entry.file, entry.scale_offset, scale, entry.scale_checksum, f"{entry.name}.scale")
-                tensors[entry.name] = _as_tensor(entry, weight, scale)
+        for entry in entries:
+            weight = buffer[at : at + entry.bytes]
+            at += _aligned(entry.bytes)
+            parts.append(_Part(entry.name, entry.file, entry.offset, entry.bytes, entry.checksum, weight))
+            scale = None
+            if entry.scale_bytes:
+                scale = buffer[at : at + entry.scale_bytes]
+                at += _aligned(entry.scale_bytes)
+                name = f"{entry.name}.scale"
+                parts.append(
+                    _Part(name, entry.file, entry.scale_offset, entry.scale_bytes, entry.scale_checksum, scale)
+                )
+            tensors[entry.name] = _as_tensor(entry, weight, scale)
+        with _Files() as files, ThreadPoolExecutor(_N_READERS) as pool:
+            for _ in pool.map(files.fill, parts):
+                pass
         return {name: tensors[name] for name in self.dense if name in tensors}
 
     def verify(self) -> Iterator[tuple[str, int, str | None]]:
-        """Reads everything: yields (what, bytes, None or the complaint) per tensor and per expert."""
-        buffer = np.empty(_PIECE_BYTES, np.uint8)
-        with _Files() as files:
-            for entry in self.dense.values():
-                buffer = _at_least(buffer, max(entry.bytes, entry.scale_bytes))
-                yield (
-                    entry.name,
-                    entry.bytes,
-                    files.try_fill(entry.file, entry.offset, buffer[: entry.bytes], entry.checksum, entry.name),
-                )
-                if entry.scale_bytes:
-                    name, part = f"{entry.name}.scale", buffer[: entry.scale_bytes]
-                    yield (
-                        name,
-                        entry.scale_bytes,
-                        files.try_fill(entry.file, entry.scale_offset, part, entry.scale_checksum, name),
-                    )
-            for layer, file in sorted(self.experts.items()):
-                buffer = _at_least(buffer, file.record_bytes)
-                for expert in range(file.n_experts):
-                    name, part = f"layer {layer} expert {expert}", buffer[: file.record_bytes]
-                    complaint = files.try_fill(file.path, file.offset_of(expert), part, file.checksums[expert], name)
-                    yield name, file.record_bytes, complaint
+        """Reads everything: yields (what, bytes, None or the complaint) per tensor and per expert, in order."""
+        with _Files(drops_cache=True) as files, ThreadPoolExecutor(_N_READERS) as pool:
+            pending: deque[tuple[_Part, Future[str | None]]] = deque()
+            for part in self._all_parts():
+                pending.append((part, pool.submit(files.complaint, part)))
+                if len(pending) > 2 * _N_READERS:
+                    done, future = pending.popleft()
+                    yield done.what, done.n_bytes, future.result()
+            for done, future in pending:
+                yield done.what, done.n_bytes, future.result()
+
+    def _all_parts(self) -> Iterator[_Part]:
+        for entry in self.dense.values():
+            yield _Part(entry.name, entry.file, entry.offset, entry.bytes, entry.checksum)
+            if entry.scale_bytes:
+                name = f"{entry.name}.scale"
+                yield _Part(name, entry.file, entry.scale_offset, entry.scale_bytes, entry.scale_checksum)
+        for _, file in sorted(self.experts.items()):
+            for expert in range(file.n_experts):
+                yield _expert_part(file, expert)
 
     def read_expert(self, layer: int, expert: int) -> npt.NDArray[np.uint8]:
         """One record, checksum verified: for tests and tools, not for the hot path."""
-        file = self.experts[layer]
-        record = np.empty(file.record_bytes, np.uint8)
         with _Files() as files:
-            files.fill(
-                file.path, file.offset_of(expert), record, file.checksums[expert], f"layer {layer} expert {expert}"
-            )
-        return record
+            return files.fill(_expert_part(self.experts[layer], expert))
 
 
 def aligned_buffer(n_bytes: int) -> npt.NDArray[np.uint8]:
@@ -210,11 +212,29 @@ def aligned_buffer(n_bytes: int) -> npt.NDArray[np.uint8]:
     return raw[start : start + n_bytes]
 
 
-class _Files:
-    """Open files of one reading pass. What was read leaves the page cache: weights are read once, then never again."""
+class _Part(msgspec.Struct, frozen=True):
+    """A range of a file with its checksum, and where it goes (None: a buffer of its own)."""
 
-    def __init__(self) -> None:
+    what: str
+    file: Path
+    offset: int
+    n_bytes: int
+    checksum: str
+    target: npt.NDArray[np.uint8] | None = None
+
+
+def _expert_part(file: ExpertFile, expert: int) -> _Part:
+    what = f"layer {file.layer} expert {expert}"
+    return _Part(what, file.path, file.offset_of(expert), file.record_bytes, file.checksums[expert])
+
+
+class _Files:
+    """Open files of one reading pass, shared by its threads. ``drops_cache``: what was read leaves the page cache."""
+
+    def __init__(self, drops_cache: bool = False) -> None:
         self._fds: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._drops_cache = drops_cache
 
     def __enter__(self) -> _Files:
         return self
@@ -223,34 +243,43 @@ class _Files:
         for fd in self._fds.values():
             os.close(fd)
 
-    def fill(self, path: Path, offset: int, target: npt.NDArray[np.uint8], expected: str, what: str) -> None:
-        fd = self._fds.get(path)
+    def fill(self, part: _Part) -> npt.NDArray[np.uint8]:
+        """Reads a range and compares its checksum; returns the bytes."""
+        target = np.empty(part.n_bytes, np.uint8) if part.target is None else part.target
         try:
-            if fd is None:
-                fd = self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with self._lock:
+                if part.file not in self._fds:
+                    self._fds[part.file] = os.open(part.file, os.O_RDONLY | os.O_CLOEXEC)
+                fd = self._fds[part.file]
             view, done = memoryview(target.data), 0
             while done < len(view):
-                n_read = os.preadv(fd, [view[done : done + _PIECE_BYTES]], offset + done)
+                n_read = os.preadv(fd, [view[done : done + _PIECE_BYTES]], part.offset + done)
                 if n_read == 0:
                     raise ShortRead(
-                        f"{path}: {what} needs {len(view):,} bytes at offset {offset:,}, the file ends after {done:,}. "
-                        "Copy the container again."
+                        f"{part.file}: {part.what} needs {len(view):,} bytes at offset {part.offset:,}, the file ends after "
+                        f"{done:,}. Copy the container again."
                     )
                 done += n_read
-            os.posix_fadvise(fd, offset, len(view), os.POSIX_FADV_DONTNEED)
+            if self._drops_cache:
+                os.posix_fadvise(fd, part.offset, len(view), os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise ContainerError(f"{path}: {what} can't be read at offset {offset:,}: {error.strerror}.") from None
+            raise ContainerError(
+                f"{part.file}: {part.what} can't be read at offset {part.offset:,}: {error.strerror}."
+            ) from None
         found = checksum(target)
-        if found != expected:
+        if found != part.checksum:
             raise ChecksumMismatch(
-                f"{path}: {what} at offset {offset:,} has checksum {found}, expected {expected}: the bytes on "
-                "disk are not those "
-                "that were written. Copy the container again; `colibri verify` lists everything that is damaged."
+                f"{part.file}: {part.what} at offset {part.offset:,} has checksum {found}, expected "
+                f"{part.checksum}: the bytes on "
+                "disk are not those that were written. Copy the container again; `colibri verify` lists "
+                "everything that is damaged."
             )
+        return target
 
-    def try_fill(self, path: Path, offset: int, target: npt.NDArray[np.uint8], expected: str, what: str) -> str | None:
+    def complaint(self, part: _Part) -> str | None:
+        """None when the range is sound, else what is wrong with it."""
         try:
-            self.fill(path, offset, target, expected, what)
+            self.fill(part)
         except (ShortRead, ChecksumMismatch, ContainerError) as error:
             return str(error)
         return None
@@ -441,7 +470,3 @@ def _open_expert_file(path: Path, plan: ExpertFilePlan, record: ExpertsRecord) -
 
 def _aligned(n_bytes: int) -> int:
     return -(-n_bytes // _ALIGN) * _ALIGN
-
-
-def _at_least(buffer: npt.NDArray[np.uint8], n_bytes: int) -> npt.NDArray[np.uint8]:
-    return buffer if buffer.size >= n_bytes else np.empty(n_bytes, np.uint8)
