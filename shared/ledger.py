@@ -245,8 +245,9 @@ def _ledger(
         rows = chunk + n_sequences * (1 + n_drafts)
         logit_rows = rows if settings.record_logits else n_sequences * (1 + n_drafts)
         frames = N_FRAMES * frame_bytes(spec, rows, logit_rows, n_sequences, blocks_for(context))
-        attention = rows * attention_row_bytes(spec) + n_threads * 4 * context
-        expert_io = rows * (spec.gate_k + 1) * spec.hidden * 4 + rows * (spec.shared_inner * 2 + spec.hidden) * 4
+        attention = attention_work_bytes(spec, rows, context, n_threads)
+        # parts, shared result and its inner values, the quantised input
+        expert_io = rows * ((spec.gate_k + 1) * spec.hidden * 4 + 2 * spec.hidden + spec.shared_inner * 10)
         lines = [
             Line("shared", f"{N_FRAMES} frames of {rows} rows", frames),
             Line("attention", f"work area of {rows} rows", attention),
@@ -295,18 +296,22 @@ def _ledger(
     )
 
 
-def attention_row_bytes(spec: ModelSpec) -> int:
-    """Scratch of one row while it goes through a layer: queries plain and folded, latents, outputs, FFN, selection."""
-    values = (
-        3 * spec.hidden
-        + 2 * (spec.q_lora_rank or 0)
-        + spec.n_heads * (spec.qk_head + spec.latent + spec.kv_lora_rank + spec.v_head)
-        + spec.latent
-        + 2 * spec.dense_inner
-        + spec.index_heads * spec.index_dim
-        + spec.index_topk
+def attention_work_bytes(spec: ModelSpec, rows: int, context: int, n_threads: int) -> int:
+    """What attention (or the drafter) needs beside the weights while ``rows`` rows go through a layer.
+
+    Kept per row: residual, final, selection, quantised input. The kernels work in tiles of at most 128 rows (attention) and
+    256 rows (FFN); index scores take at most 16 MiB or one row group's worth.
+    """
+    per_row = 4 * (2 * spec.hidden + spec.index_topk) + 2 * spec.hidden
+    heads = spec.n_heads * (max(spec.qk_head, spec.v_head) + spec.kv_lora_rank)
+    per_tile_row = 4 * (
+        heads + (spec.q_lora_rank or 0) + spec.latent + spec.index_heads * spec.index_dim + spec.index_dim
     )
-    return 4 * values
+    per_tile_row += 2 * spec.n_heads * spec.v_head
+    per_ffn_row = 4 * 2 * spec.dense_inner + 2 * spec.dense_inner
+    scores = max(16 * MIB, 4 * 8 * context) if spec.index_topk else 0
+    thread_room = n_threads * 4 * 64 * (spec.latent + 64 * 4)
+    return rows * per_row + min(rows, 128) * per_tile_row + min(rows, 256) * per_ffn_row + scores + thread_room
 
 
 def _slot_bytes(record: int) -> int:
