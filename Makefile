@@ -8,6 +8,7 @@ STAMP    := $(VENV)/.stamp
 KERNELS  := build/dev/.stamp
 NATIVE_SOURCES := $(shell find CMakeLists.txt native -name CMakeLists.txt -o -name '*.c' -o -name '*.h' 2>/dev/null)
 TESTS    ?= tests
+PROMPT   ?= Tell me a story about a small bird.
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -35,7 +36,7 @@ $(KERNELS): $(NATIVE_SOURCES) | $(STAMP)
 	@touch $@
 
 run: $(STAMP) $(KERNELS) ## start the group on the embedded model, let it answer, show where the time went, stop
-	@$(PY) -m deploy.demo
+	@$(VENV)/bin/colibri run --profile --run-dir $(abspath .run) $(if $(MODEL),--model $(MODEL)) --max-tokens 160 "$(PROMPT)"
 
 test: $(STAMP) $(KERNELS) ## all tests
 	@$(PY) -m pytest $(TESTS) $(PYTEST_ARGS)
@@ -51,7 +52,7 @@ bench: $(STAMP) $(KERNELS) ## measure this machine and the kernels on it (minute
 	@$(PY) -m pytest -q tests/checkasm --bench
 
 schema: $(STAMP) ## rewrite the golden message bytes (fails unless SCHEMA_VERSION was raised)
-	@$(PY) tests/contract/golden.py
+	@$(PY) -m tests.contract.golden
 
 clean: ## remove what was built (the environment stays)
 	@rm -rf build dist native/*.so .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

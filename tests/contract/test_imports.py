@@ -1,0 +1,120 @@
+"""Who may import whom, and the one place for each danger. import-linter covers the layers, small walks the rest."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("shared", "native", "services", "deploy", "cli")
+
+ONLY_IN = {
+    "zmq": {"shared/bus.py"},
+    "ctypes": {"native/"},
+    "mmap": {"shared/segments.py", "shared/container/writer.py"},
+    "multiprocessing": set(),
+    "pickle": set(),
+    "supervisor": {"deploy/keeper.py"},
+}
+"""Module -> the files (or folders) that may import it."""
+
+PURE = {
+    "services/router/group.py",
+    "services/router/scheduler.py",
+    "services/router/sequences.py",
+    "services/expert_io/slots.py",
+    "services/expert_io/layer_run.py",
+    "services/gateway/requests.py",
+}
+"""They decide; they open nothing, start nothing and look at no clock."""
+IMPURE_MODULES = {"zmq", "threading", "socket", "asyncio", "subprocess", "native", "shared.bus", "shared.segments", "time"}
+
+
+def sources() -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from (path for path in (ROOT / package).rglob("*.py") if "__pycache__" not in path.parts)
+
+
+def imported(path: Path) -> set[str]:
+    """Names of all modules a file imports, inside functions too, but not those for type checkers alone."""
+    tree = ast.parse(path.read_text())
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            skipped |= {inner for statement in node.body for inner in ast.walk(statement)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(ONLY_IN))
+def test_danger_has_one_place(module: str) -> None:
+    allowed = ONLY_IN[module]
+    for path in sources():
+        name = path.relative_to(ROOT).as_posix()
+        if any(name == place or (place.endswith("/") and name.startswith(place)) for place in allowed):
+            continue
+        users = {found for found in imported(path) if found == module or found.startswith(f"{module}.")}
+        assert not users, f"{name} imports {users}; only {sorted(allowed) or 'nobody'} may"
+
+
+@pytest.mark.parametrize("name", sorted(PURE))
+def test_what_decides_does_no_io(name: str) -> None:
+    found = imported(ROOT / name)
+    bad = {module for module in found for bad in IMPURE_MODULES if module == bad or module.startswith(f"{bad}.")}
+    assert not bad, f"{name} imports {bad}"
+
+
+@pytest.mark.parametrize("name", ["shared/__init__.py", "services/__init__.py", "shared/container/__init__.py"])
+def test_package_modules_import_nothing(name: str) -> None:
+    """Otherwise importing one module would drag in the others, and the gateway would get numpy by accident."""
+    assert not imported(ROOT / name)
+
+
+def test_native_imports_nothing_of_ours() -> None:
+    for path in (ROOT / "native").rglob("*.py"):
+        ours = {m for m in imported(path) if m.split(".")[0] in {*PACKAGES, "models"} - {"native"}}
+        assert not ours, f"{path.name} imports {ours}"
+
+
+def loaded_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_gateway_process_has_neither_numpy_nor_kernels() -> None:
+    found = loaded_by("import services.gateway.service, services.gateway.__main__")
+    assert not found & {"numpy", "native", "native.library", "tokenizers", "jinja2", "safetensors", "rich"}
+
+
+def test_messages_load_msgspec_and_nothing_else_of_weight() -> None:
+    found = loaded_by("import shared.messages.router, shared.messages.control, shared.messages.gateway")
+    assert not found & {"numpy", "zmq", "native", "asyncio", "shared.bus", "shared.config"}
+
+
+@pytest.mark.parametrize("service", ["router", "attention", "expert_io", "drafter"])
+def test_engine_services_start_without_what_they_do_not_need(service: str) -> None:
+    """Start-up time is import time."""
+    found = loaded_by(f"import services.{service}.service")
+    assert not found & {"rich", "click", "uvicorn", "starlette", "supervisor", "huggingface_hub", "psutil"}
+
+
+def test_import_contracts_hold() -> None:
+    tool = Path(sys.executable).with_name("lint-imports")
+    if not tool.exists():
+        pytest.skip("import-linter is not installed (extra dev)")
+    done = subprocess.run([str(tool)], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
