@@ -142,10 +142,13 @@ def create_segments(plan: Plan) -> None:
     from shared.stages import TraceRing
 
     config, spec = plan.config, plan.spec
+    dims = frame_dims(config, spec)
+    # A reader looks twice a second: the largest step must not push itself out of the ring.
+    n_trace = max(TRACE_ROWS, 2 * dims.stages)
     sizes = {
-        segments.FRAMES: config.n_frames * frame_bytes(frame_dims(config, spec)),
+        segments.FRAMES: config.n_frames * frame_bytes(dims),
         segments.KV: kv_layout(spec, spec.index_kinds, config.kv_dtype, config.n_kv_blocks).total_bytes,
-        segments.TRACE: TraceRing.HEAD_BYTES + TRACE_ROWS * TraceRing.ROW_BYTES,
+        segments.TRACE: TraceRing.HEAD_BYTES + n_trace * TraceRing.ROW_BYTES,
         segments.COUNTERS: counters.SEGMENT_BYTES,
     }
     if config.n_drafts:

@@ -37,9 +37,9 @@ class FrameDims:
     stages: int
 
 
-def stage_rows(n_layers: int) -> int:
-    """Stage rows of one service in one step: a dozen per layer (waves and split stages included) and some for the rest."""
-    return 16 * (n_layers + 1) + 128
+def stage_rows(spec: ModelSpec) -> int:
+    """Stage rows of one service in one step. expert_io writes the most: a read, a wait and a run per expert of a layer."""
+    return (spec.n_layers + 1) * (16 + 3 * spec.n_experts) + 128
 
 
 def frame_dims(config: GroupConfig, spec: ModelSpec) -> FrameDims:
@@ -52,7 +52,7 @@ def frame_dims(config: GroupConfig, spec: ModelSpec) -> FrameDims:
         hidden=spec.hidden,
         gate_k=max(1, spec.gate_k),
         vocab=spec.vocab,
-        stages=stage_rows(spec.n_layers),
+        stages=stage_rows(spec),
     )
 
 

@@ -324,7 +324,7 @@ def _measured_frame_bytes(spec: ModelSpec, rows: int, logit_rows: int, sequences
     from shared.frame import FrameDims, frame_bytes, stage_rows  # needs the native library
 
     dims = FrameDims(
-        rows, logit_rows, sequences, blocks, spec.hidden, spec.gate_k, spec.vocab, stage_rows(spec.n_layers)
+        rows, logit_rows, sequences, blocks, spec.hidden, spec.gate_k, spec.vocab, stage_rows(spec)
     )
     return frame_bytes(dims)
 

@@ -181,7 +181,7 @@ def test_frame_size_comes_from_the_native_library() -> None:
         spec.hidden,
         spec.gate_k,
         spec.vocab,
-        stage_rows(spec.n_layers),
+        stage_rows(spec),
     )
     assert made.n_frames * frame_bytes(dims) in [line.bytes for line in made.lines]
 
