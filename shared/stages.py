@@ -227,16 +227,16 @@ class TraceRing:
         """Adds ``rows`` (of ``native.frame.STAGE_DTYPE``) of one service; of more than ``capacity`` the last ones."""
         import numpy as np
 
+        written = int(self._head[0]) + len(rows)
         rows = rows[-self.capacity :]
         n = len(rows)
         block = np.zeros(n, self.dtype)
         for name in ("start_ns", "end_ns", "bytes", "step", "stage", "layer"):
             block[name] = rows[name]
         block["service"] = service
-        written = int(self._head[0])
-        self._rows[np.arange(written, written + n) % self.capacity] = block
+        self._rows[np.arange(written - n, written) % self.capacity] = block
         self._head[1] = self.capacity
-        self._head[0] = written + n
+        self._head[0] = written
 
     def read_since(self, count: int) -> tuple[int, np.ndarray, int]:
         """(new count, copy of the rows written after ``count``, rows lost because the ring went round)."""
