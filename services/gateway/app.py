@@ -7,8 +7,10 @@ however busy the engine is. Runs in the gateway.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
+from collections.abc import Iterable
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -111,7 +113,7 @@ class Generate:
                 del body
                 model = self._admit(wanted)
                 if wanted.ignored:
-                    headers.append((b"x-ignored-fields", ",".join(wanted.ignored)[:500].encode("ascii", "replace")))
+                    headers.append((b"x-ignored-fields", _header_list(wanted.ignored)))
                 done = await self._answer(wanted, model, receive, send, headers)
             except ApiError as error:
                 self._log.info(
@@ -192,6 +194,11 @@ async def read_body(scope: Any, receive: Receive) -> bytes:
         raise ApiError(
             408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s ({n_bytes} bytes came)", code="body_timeout"
         ) from None
+
+
+def _header_list(names: Iterable[str]) -> bytes:
+    """Names as one header value. They come from the client, so nothing but word characters gets through."""
+    return ",".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:40]) for name in names)[:400].encode()
 
 
 def _too_large(n_bytes: int) -> ApiError:

@@ -181,6 +181,12 @@ WITHOUT_EFFECT: Final = frozenset(
 )
 
 
+# What the server itself passes to the template.
+RESERVED_KWARGS: Final = frozenset(
+    {"self", "messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """One request, understood: what the router is told and how the answer shall look."""
@@ -203,6 +209,10 @@ def parse_chat(body: bytes, request: str) -> Wanted:
     if chat.top_logprobs is not None and not chat.logprobs:
         raise _invalid("top_logprobs", "top_logprobs needs logprobs: true")
     messages = _messages(chat.messages)
+    for name in RESERVED_KWARGS & (chat.chat_template_kwargs or {}).keys():
+        raise _invalid(
+            f"chat_template_kwargs.{name}", f"chat_template_kwargs.{name}: this variable is set by the server"
+        )
     submit = Submit(
         request=request,
         sampling=_sampling(chat),

@@ -60,7 +60,7 @@ class ModelTokenizer:
         safe = [{key: self._disarm(value) for key, value in message.items()} for message in messages]
         try:
             text = self._template.render(
-                messages=safe, add_generation_prompt=True, **{**self._special_tokens, **kwargs}
+                messages=safe, add_generation_prompt=True, **{**self._special_tokens, **self._disarm(kwargs)}
             )
         except jinja2.TemplateError as error:
             raise Refused(

@@ -166,6 +166,14 @@ def test_unknown_fields_are_reported_not_refused() -> None:
     assert chat(temprature=0, zzz=1).ignored == ("temprature", "zzz")
 
 
+def test_template_variables() -> None:
+    kwargs = {"enable_thinking": False, "budget": [1, {"a": "b"}]}
+    assert json.loads(chat(chat_template_kwargs=kwargs).submit.template_kwargs_json or b"") == kwargs
+    for name in ("messages", "add_generation_prompt", "self", "eos_token"):
+        assert refused(chat, chat_template_kwargs={name: "x"}).param == f"chat_template_kwargs.{name}"
+    assert refused(chat, chat_template_kwargs=[1]).param == "chat_template_kwargs"
+
+
 def test_stream_options() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not chat(stream=True, stream_options={"include_usage": False}).include_usage

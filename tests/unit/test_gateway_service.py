@@ -168,6 +168,9 @@ def test_refused_fields_never_reach_the_router(client: httpx2.Client, router: Fa
     response = client.post("/v1/chat/completions", json=chat("say x", model="fake", tempo=3))
     assert response.status_code == 200
     assert response.headers["x-ignored-fields"] == "tempo"
+    response = client.post("/v1/chat/completions", json=chat("say x", **{"a\r\nset-cookie: b=c": 1, "é" * 5000: 2}))
+    assert response.headers["x-ignored-fields"] == "a??set-cookie??b?c," + "?" * 40
+    assert "set-cookie" not in response.headers
 
 
 def test_hostile_bodies(client: httpx2.Client, router: FakeRouter) -> None:
