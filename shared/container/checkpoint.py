@@ -146,7 +146,9 @@ class Checkpoint:
         first, last = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
         scale = self.rows(name + SCALE_SUFFIX, first, last)
         columns = np.repeat(scale, FP8_BLOCK, axis=1)[:, : entry.shape[1]]
-        values: F32 = _FP8[raw] * columns[np.arange(start, stop) // FP8_BLOCK - first]
+        values: F32 = _FP8[raw]
+        for block in range(first, last):
+            values[max(block * FP8_BLOCK - start, 0) : (block + 1) * FP8_BLOCK - start] *= columns[block - first]
         return values
 
     def row_chunks(self, name: str, n_rows: int) -> Iterator[F32]:
