@@ -90,7 +90,9 @@ def is_extension(name: str, old: str) -> bool:
     except msgspec.MsgspecError:
         return False
     n_old = len(msgspec.msgpack.decode(bytes.fromhex(old)))
-    return bool(msgspec.msgpack.decode(msgspec.msgpack.encode(msg))[:n_old] == msgspec.msgpack.decode(bytes.fromhex(old)))
+    return bool(
+        msgspec.msgpack.decode(msgspec.msgpack.encode(msg))[:n_old] == msgspec.msgpack.decode(bytes.fromhex(old))
+    )
 
 
 def rewrite() -> str:

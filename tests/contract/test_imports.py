@@ -32,7 +32,17 @@ PURE = {
     "services/gateway/requests.py",
 }
 """They decide; they open nothing, start nothing and look at no clock."""
-IMPURE_MODULES = {"zmq", "threading", "socket", "asyncio", "subprocess", "native", "shared.bus", "shared.segments", "time"}
+IMPURE_MODULES = {
+    "zmq",
+    "threading",
+    "socket",
+    "asyncio",
+    "subprocess",
+    "native",
+    "shared.bus",
+    "shared.segments",
+    "time",
+}
 
 
 def sources() -> Iterator[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 
 import msgpack
@@ -15,7 +16,13 @@ from shared.messages.base import Msg
 from tests.contract import golden
 
 MESSAGES = golden.all_messages()
-ROLES = {"Gateway": "gateway", "Router": "router", "Attention": "attention", "ExpertIO": "expert_io", "Drafter": "drafter"}
+ROLES = {
+    "Gateway": "gateway",
+    "Router": "router",
+    "Attention": "attention",
+    "ExpertIO": "expert_io",
+    "Drafter": "drafter",
+}
 ROUTE = re.compile(r"([A-Z]\w+(?:(?:, | or )[A-Z]\w+)*) -> ([A-Z]\w+(?:(?:, | or | and )[A-Z]\w+)*)")
 CLASSES = {
     "gateway": "services.gateway.service:GatewayService",
@@ -66,7 +73,7 @@ def test_golden_bytes_notice_exchanged_fields() -> None:
     """The comparison can fail: every pair of neighbouring fields of the same type has different example values."""
     for name, struct in MESSAGES.items():
         fields = msgspec.to_builtins(golden.example_of(struct))[1:]
-        for left, right in zip(fields, fields[1:], strict=False):
+        for left, right in itertools.pairwise(fields):
             if type(left) is type(right) and not isinstance(left, bool):
                 assert left != right, f"{name}: neighbours with equal examples"
 
