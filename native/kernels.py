@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ check_struct(ExpertJob, "cb_expert_job")
 check_struct(_Gate, "cb_gate")
 
 _ptr, _i64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-PROTOTYPES = {
+PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cb_linear": (_int, [_ptr, ctypes.POINTER(Matrix), _ptr, _i64, _i64, _ptr, _i64]),
     "cb_rmsnorm": (_int, [_ptr, _ptr, _i64, _ptr, ctypes.c_float, _i64, _i64, _ptr, _i64]),
     "cb_ffn_forward": (_int, [_ptr, ctypes.POINTER(Ffn), _ptr, _i64, _int, _ptr]),
@@ -135,7 +136,9 @@ class ExpertJobs:
         parts_at = checked(parts, f32, (None, hidden), "expert_ffn: parts")
         status = lib.cb_expert_ffn(pool.handle, self._jobs, self.n_jobs, h_at, len(h), parts_at, len(parts))
         if status != OK:
-            raise fail("cb_expert_ffn", status, f"{self.n_jobs} jobs, {self.n_rows} rows, h {h.shape}, parts {parts.shape}")
+            raise fail(
+                "cb_expert_ffn", status, f"{self.n_jobs} jobs, {self.n_rows} rows, h {h.shape}, parts {parts.shape}"
+            )
 
 
 def expert_reduce(

@@ -39,7 +39,9 @@ def open_library(path: Path) -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise NativeError(f"{path} cannot be loaded: {error}; build it again with `make kernels`") from error
     if version != ABI_VERSION:
-        raise NativeError(f"{path} has ABI version {version}, expected {ABI_VERSION}; build it again with `make kernels`")
+        raise NativeError(
+            f"{path} has ABI version {version}, expected {ABI_VERSION}; build it again with `make kernels`"
+        )
     opened.cb_status_text.restype = ctypes.c_char_p
     opened.cb_layout_of.restype = ctypes.c_int64
     opened.cb_layout_of.argtypes = [ctypes.c_char_p]
@@ -69,7 +71,9 @@ def check_struct(struct: type[ctypes.Structure], c_name: str) -> None:
     """Assert that a ctypes structure has the size and the offsets that the compiler gave the C one."""
     expected = lib.cb_layout_of(c_name.encode())
     if expected != ctypes.sizeof(struct):
-        raise NativeError(f"{c_name} has {expected} bytes in the library and {ctypes.sizeof(struct)} in {struct.__name__}")
+        raise NativeError(
+            f"{c_name} has {expected} bytes in the library and {ctypes.sizeof(struct)} in {struct.__name__}"
+        )
     for field in struct._fields_:
         name = field[0]
         offset = lib.cb_layout_of(f"{c_name}.{name.rstrip('_')}".encode())

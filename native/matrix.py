@@ -36,9 +36,9 @@ declare("cb_scale_bytes", ctypes.c_int64, [ctypes.c_int, ctypes.c_int64, ctypes.
 def format_code(fmt: int | str) -> int:
     """The number of a format given by name or number. NativeError for an unknown one."""
     code = FORMATS.get(fmt) if isinstance(fmt, str) else fmt
-    if code not in FORMATS.values():
+    if code is None or code not in FORMATS.values():
         raise NativeError(f"matrix format {fmt!r}: expected one of {', '.join(FORMATS)}")
-    return int(code)
+    return code
 
 
 def weight_bytes(fmt: int | str, out: int, in_: int) -> int:
@@ -62,7 +62,9 @@ def _section(data: np.ndarray | int | None, wanted: int, what: str, shape: str) 
         raise NativeError(f"{what} of {shape}: missing")
     if isinstance(data, np.ndarray):
         if not data.flags.c_contiguous or data.nbytes < wanted or (wanted and data.nbytes % wanted):
-            raise NativeError(f"{what} of {shape}: expected {wanted} contiguous bytes (or a stack), found {data.nbytes}")
+            raise NativeError(
+                f"{what} of {shape}: expected {wanted} contiguous bytes (or a stack), found {data.nbytes}"
+            )
         data = address(data)
     if data % ALIGNMENT:
         raise NativeError(f"{what} of {shape}: address {data:#x} is not a multiple of {ALIGNMENT}")

@@ -135,7 +135,7 @@ CB_API int cb_expert_reduce(cb_pool *pool, const float *parts, const float *weig
                             const float *shared, int64_t n_rows, int64_t k, int64_t hidden, float *mixed,
                             int64_t *bad_row);
 
-/* ---- gate (noaux_tc, specs/common.md 5.1) ----------------------------------------------------------------- */
+/* ---- gate (noaux_tc; src/gate.c defines it) ---------------------------------------------------------------- */
 
 typedef struct {
     cb_matrix weight;  /* [E, D], CB_F32, CB_ACT_F32 */
@@ -153,7 +153,7 @@ CB_API int cb_gate_forward(cb_pool *pool, const cb_gate *gate, const float *h, i
 
 enum { CB_INDEX_NONE = 0, CB_INDEX_FULL = 1, CB_INDEX_SHARED = 2 };
 
-/* One layer's weights: absorbed MLA (specs/glm_moe_dsa.md 3.1-3.3). k_b and v_b are stacks of H matrices made from
+/* One layer's weights: absorbed MLA (docs/numerics.md). k_b and v_b are stacks of H matrices made from
  * kv_b_proj at conversion: k_b[h] [R, nope] folds a query into the latent space, v_b[h] [v, R] reads it back. */
 typedef struct {
     int32_t hidden, n_heads, q_rank, kv_rank, nope, rope, v_dim;

@@ -83,7 +83,7 @@ int cb_rows_prepare(cb_pool *pool, int act, const float *x, int64_t ldx, int64_t
 
 /* Row blocks one thread takes at a time: pieces of roughly equal work, large enough to hide the hand-out, several per
  * thread because the other processes of the group disturb them unevenly. */
-int64_t cb_linear_grain(const cb_pool *pool, const cb_matrix *m, int64_t n_rows)
+static int64_t grain_of(const cb_pool *pool, const cb_matrix *m, int64_t n_rows)
 {
     int64_t nb = cb_blocks(m->out), threads = cb_pool_threads(pool);
     int64_t block_bytes = cb_weight_bytes(m->format, 16, m->in);
@@ -110,8 +110,10 @@ static void linear_blocks(void *v, int64_t begin, int64_t end, int thread)
 
 void cb_linear_rows(cb_pool *pool, const cb_matrix *m, const cb_rows *rows, float *y, int64_t ldy, bool add)
 {
+    if (!rows->n_rows)
+        return;
     linear_arg a = {m, rows, y, ldy, add, cb_kernels.linear[m->format][m->act]};
-    cb_parallel_for(pool, cb_blocks(m->out), cb_linear_grain(pool, m, rows->n_rows), linear_blocks, &a);
+    cb_parallel_for(pool, cb_blocks(m->out), grain_of(pool, m, rows->n_rows), linear_blocks, &a);
 }
 
 int cb_linear_internal(cb_pool *pool, const cb_matrix *m, const float *x, int64_t ldx, int64_t n_rows, float *y,
