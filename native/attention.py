@@ -220,6 +220,7 @@ def embed(
     if item is None:
         raise NativeError(f"embed: format {fmt!r}: expected f32, bf16 or q8")
     n_rows, hidden = out.shape
+    table_at, scale_at = table, scale
     if isinstance(table, np.ndarray):
         if not table.flags.c_contiguous or not hidden or table.nbytes % (hidden * item):
             raise NativeError(f"embed: {table.nbytes} bytes are no contiguous table of rows of {hidden} x {item} bytes")
@@ -227,16 +228,16 @@ def embed(
         if vocab is not None and vocab > n_vocab:
             raise NativeError(f"embed: the table has {n_vocab} rows, {vocab} expected")
         vocab = n_vocab if vocab is None else vocab
-        table = address(table)
+        table_at = address(table)
     if vocab is None:
         raise NativeError("embed: a table given by address needs `vocab`")
     if isinstance(scale, np.ndarray):
         if not scale.flags.c_contiguous or scale.nbytes < 4 * vocab:
             raise NativeError(f"embed: scale: expected {4 * vocab} contiguous bytes, found {scale.nbytes}")
-        scale = address(scale)
+        scale_at = address(scale)
     ids_at = checked(ids, _i32, (n_rows,), "embed: ids")
     out_at = checked(out, _f32, (n_rows, hidden), "embed: out")
-    status = lib.cb_embed(table, scale, code, vocab, hidden, ids_at, n_rows, out_at)
+    status = lib.cb_embed(table_at, scale_at, code, vocab, hidden, ids_at, n_rows, out_at)
     if status != OK:
         bounds = f"ids {ids.min()}..{ids.max()}" if n_rows else "no ids"
         raise fail("cb_embed", status, f"format {code}, vocabulary {vocab}, hidden {hidden}, {bounds}")
