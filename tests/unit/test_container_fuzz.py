@@ -20,9 +20,11 @@ from shared.model_spec import ModelSpec
 from tests.oracle import oracle_config, oracle_dir
 
 ODD_VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 1 << 31, 1 << 62, 10**40, 0.5, -0.0, 1e308, float("nan"), float("inf"),
-    "", "full", "\ud800", "x" * 500, [], [None], [[]], ["full"], [1, 2, 3], {}, {"a": 1}, {"rope_theta": "x"}, {"rope_type": []}, {"type": {}}, {"factor": -1},
-]  # fmt: skip
+    *[None, True, False, 0, -1, 1, 2, 1 << 31, 1 << 62, 10**40, 0.5, -0.0, 1e308, float("nan"), float("inf")],
+    *["", "full", "\ud800", "x" * 500],
+    *[[], [None], [[]], ["full"], [1, 2, 3]],
+    *[{}, {"a": 1}, {"rope_theta": "x"}, {"rope_type": []}, {"type": {}}, {"factor": -1}],
+]
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
