@@ -212,6 +212,9 @@ class RouterService(Service):
         if self._scheduler.is_full:
             raise Refused(f"{MAX_WAITING} requests are waiting already; try again later.", status=429, code="queue_full")
         prompt = self._prompt_ids(msg)
+        if prompt and max(prompt) >= self._spec.vocab:
+            raise Refused(f"Token id {max(prompt)} is outside the vocabulary of {self._spec.vocab} entries.", status=400,
+                          code="invalid_token", param="messages" if msg.messages_json else "prompt")  # fmt: skip
         limit = self._config.max_context
         if not prompt:
             raise Refused("The prompt is empty: at least one token is needed.", status=400, code="empty_prompt",
@@ -239,12 +242,7 @@ class RouterService(Service):
 
     def _prompt_ids(self, msg: Submit) -> list[int]:
         if msg.prompt_ids is not None:
-            ids = list(msg.prompt_ids)
-            bad = next((t for t in ids if t >= self._spec.vocab), None)
-            if bad is not None:
-                raise Refused(f"Token id {bad} is outside the vocabulary of {self._spec.vocab} entries.", status=400,
-                              code="invalid_token", param="prompt")  # fmt: skip
-            return ids
+            return list(msg.prompt_ids)
         if self._tokenizer is None:
             raise Refused("This model has no tokenizer; send the prompt as token ids to /v1/completions.", status=400,
                           code="no_tokenizer", param="prompt")  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ class ModelTokenizer:
 
         self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         added = self._tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
+        self._specials = frozenset(t.content for t in added.values() if t.special)
+        self._byte_of = _bytes_of_letters() if type(self._tokenizer.decoder).__name__ == "ByteLevel" else {}
         self._controls = sorted((t.content for t in added.values() if t.content), key=len, reverse=True)
         self._special_tokens, source = _read_tokenizer_config(model_dir)
         self._template = _compile_template(source) if source else None
@@ -45,7 +49,14 @@ class ModelTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     def piece(self, token: int) -> bytes:
-        """The token's own bytes as far as text shows them (for log-probabilities)."""
+        """The token's own bytes, so that those of an answer join to its text; none for a control token."""
+        spelling = self._tokenizer.id_to_token(token)
+        if spelling is None or spelling in self._specials:
+            return b""
+        if self._byte_of and token not in self._added:
+            return bytes(self._byte_of[char] for char in spelling if char in self._byte_of)
+        if match := re.fullmatch(r"<0x([0-9A-F]{2})>", spelling):  # byte fallback of SentencePiece vocabularies
+            return bytes([int(match[1], 16)])
         return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
 
     def encode_chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> list[int]:
@@ -88,6 +99,13 @@ class ModelTokenizer:
         if isinstance(value, dict):
             return {k: self._disarm(v) for k, v in value.items()}
         return value
+
+
+def _bytes_of_letters() -> dict[str, int]:
+    """How byte-level vocabularies spell bytes: printable Latin-1 stands for itself, the rest follows from U+0100 on."""
+    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(0x100 + k): byte for k, byte in enumerate(others)}
 
 
 def _read_tokenizer_config(model_dir: Path) -> tuple[dict[str, str], str | None]:
