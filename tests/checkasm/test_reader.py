@@ -1,0 +1,445 @@
+"""The read pool: order, priority, cancel, promote, ends of files, errors, and its counters against the kernel's."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from native.library import NativeError, lib
+from native.memory import HugeBuffer, hash64
+from native.reader import PREAD_FN, ReadDone, Reader
+
+PIECE = 4096 * 4
+N_BYTES = 1 << 20
+
+
+@pytest.fixture
+def data_file(tmp_path: Path) -> Iterator[int]:
+    """A descriptor of N_BYTES random bytes."""
+    path = tmp_path / "data"
+    path.write_bytes(np.random.default_rng(1).integers(0, 256, N_BYTES, np.uint8).tobytes())
+    fd = os.open(path, os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def target() -> Iterator[HugeBuffer]:
+    with HugeBuffer(4 << 20) as buffer:
+        buffer.array[:] = 0xEE
+        yield buffer
+
+
+class Disk:
+    """Stands in for pread(2): a log of (offset, bytes) calls, a gate that holds them, and faults by script."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self.faults: dict[int, list[int | str]] = {}  # offset of the call -> errno, "short", "eof", one per attempt
+        self.gate = threading.Event()
+        self.gate.set()
+        self.started = threading.Semaphore(0)
+        self._lock = threading.Lock()
+        self._hook = PREAD_FN(self._pread)
+
+    def _pread(self, fd: int, target: int, n: int, offset: int) -> int:
+        with self._lock:
+            self.calls.append((offset, n))
+            script = self.faults.get(offset)
+            fault = script.pop(0) if script else None
+        self.started.release()
+        self.gate.wait(20)
+        if isinstance(fault, int):
+            ctypes.set_errno(fault)
+            return -1
+        if fault == "eof":
+            return 0
+        got = os.pread(fd, max(1, n // 2) if fault == "short" else n, offset)
+        ctypes.memmove(target, got, len(got))
+        return len(got)
+
+    def install(self) -> None:
+        lib.cb_reader_set_pread_for_test(ctypes.cast(self._hook, ctypes.c_void_p))
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    made = Disk()
+    made.install()
+    yield made
+    made.gate.set()
+    lib.cb_reader_set_pread_for_test(None)
+
+
+def collect(reader: Reader, n: int, timeout_s: float = 20) -> list[ReadDone]:
+    """The next n finished reads, waiting on the descriptor as a service does."""
+    done: list[ReadDone] = []
+    deadline = time.monotonic() + timeout_s
+    while len(done) < n:
+        left = deadline - time.monotonic()
+        assert left > 0, f"{len(done)} of {n} reads came back within {timeout_s} s"
+        if select.select([reader.fd], [], [], left)[0]:
+            done += reader.take()
+    return done
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.001)
+
+
+def content(fd: int, offset: int, n: int) -> bytes:
+    return os.pread(fd, n, offset)
+
+
+@pytest.mark.parametrize("n_threads", [1, 3])
+def test_brings_the_right_bytes_and_their_checksum(n_threads: int, data_file: int, target: HugeBuffer) -> None:
+    wanted = [(1, 0, N_BYTES), (2, 4096, PIECE), (3, 8191, 3 * PIECE + 17), (4, N_BYTES - 1, 1)]
+    with Reader(n_threads, PIECE) as reader:
+        for i, (tag, offset, n) in enumerate(wanted):
+            reader.submit(tag, data_file, offset, n, target.address + i * N_BYTES, checksum=tag % 2 == 1)
+        done = {d.tag: d for d in collect(reader, len(wanted))}
+        assert not select.select([reader.fd], [], [], 0)[0], "nothing is left, so the descriptor must be quiet"
+        assert reader.take() == []
+        for i, (tag, offset, n) in enumerate(wanted):
+            expected = content(data_file, offset, n)
+            assert target.array[i * N_BYTES : i * N_BYTES + n].tobytes() == expected
+            d = done[tag]
+            assert (d.bytes, d.wanted, d.error, d.cancelled) == (n, n, 0, False)
+            assert d.checksum == (hash64(expected) if tag % 2 == 1 else 0)
+            assert 0 < d.start_ns <= d.end_ns <= time.monotonic_ns()
+        counters = reader.counters()
+        assert counters.bytes_demand == sum(n for _, _, n in wanted)
+        assert (counters.bytes_speculative, counters.n_reads, counters.n_retries, counters.n_short) == (0, 4, 0, 0)
+    assert target.array[3 * N_BYTES + 1] == 0xEE, "a byte behind the last target was touched"
+
+
+def test_the_descriptor_stays_readable_until_all_are_taken(data_file: int, target: HugeBuffer) -> None:
+    n = 150  # more than one batch of take
+    with Reader(2, PIECE) as reader:
+        for tag in range(n):
+            reader.submit(tag, data_file, 0, 64, target.address + 64 * tag)
+        assert sorted(d.tag for d in collect(reader, n)) == list(range(n))
+        assert not select.select([reader.fd], [], [], 0)[0]
+
+
+def test_pieces_are_of_the_size_asked_for_and_demand_reads_in_order(
+    disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
+    with Reader(1, PIECE) as reader:
+        reader.submit(1, data_file, 0, 2 * PIECE + 100, target.address)
+        reader.submit(2, data_file, 8 * PIECE, PIECE, target.address + N_BYTES)
+        assert [d.tag for d in collect(reader, 2)] == [1, 2]
+    assert disk.calls == [(0, PIECE), (PIECE, PIECE), (2 * PIECE, 100), (8 * PIECE, PIECE)]
+
+
+def test_demand_goes_before_speculation_which_stops_between_pieces(
+    disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
+    disk.gate.clear()
+    with Reader(1, PIECE) as reader:
+        reader.submit(1, data_file, 0, 4 * PIECE, target.address, speculative=True)
+        disk.started.acquire()  # its first piece is being read
+        reader.submit(2, data_file, 10 * PIECE, 2 * PIECE, target.address + N_BYTES)
+        reader.submit(3, data_file, 20 * PIECE, PIECE, target.address + 2 * N_BYTES)
+        disk.gate.set()
+        assert [d.tag for d in collect(reader, 3)] == [2, 3, 1]
+        counters = reader.counters()
+    offsets = [offset // PIECE for offset, _ in disk.calls]
+    assert offsets == [0, 10, 11, 20, 1, 2, 3]
+    assert (counters.bytes_demand, counters.bytes_speculative) == (3 * PIECE, 4 * PIECE)
+    assert target.array[: 4 * PIECE].tobytes() == content(data_file, 0, 4 * PIECE)
+
+
+def test_no_speculative_piece_starts_beside_an_unfinished_demand_read(
+    disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
+    """Also when threads are idle: a guess must not take bandwidth from what somebody waits for."""
+    disk.gate.clear()
+    with Reader(4, PIECE) as reader:
+        reader.submit(1, data_file, 0, PIECE, target.address)
+        reader.submit(2, data_file, PIECE, PIECE, target.address + PIECE, speculative=True)
+        disk.started.acquire()
+        time.sleep(0.05)
+        assert [offset for offset, _ in disk.calls] == [0]
+        disk.gate.set()
+        assert [d.tag for d in collect(reader, 2)] == [1, 2]
+
+
+def test_promoted_reads_are_demand(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+    disk.gate.clear()
+    with Reader(1, PIECE) as reader:
+        reader.submit(1, data_file, 0, PIECE, target.address, speculative=True)
+        disk.started.acquire()
+        reader.submit(2, data_file, PIECE, PIECE, target.address + PIECE, speculative=True)
+        reader.submit(3, data_file, 2 * PIECE, PIECE, target.address + 2 * PIECE, speculative=True)
+        assert reader.promote(3)
+        assert not reader.promote(99)
+        disk.gate.set()
+        assert [d.tag for d in collect(reader, 3)] == [1, 3, 2]
+        assert not reader.promote(3), "finished reads are not pending"
+        counters = reader.counters()
+    assert (counters.bytes_demand, counters.bytes_speculative) == (PIECE, 2 * PIECE)
+
+
+def test_a_read_in_flight_can_be_promoted(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+    """From then on it holds back other guesses."""
+    disk.gate.clear()
+    with Reader(2, PIECE) as reader:
+        reader.submit(1, data_file, 0, PIECE, target.address, speculative=True)
+        disk.started.acquire()
+        assert reader.promote(1)
+        reader.submit(2, data_file, PIECE, PIECE, target.address + PIECE, speculative=True)
+        time.sleep(0.05)
+        assert len(disk.calls) == 1
+        disk.gate.set()
+        assert [d.tag for d in collect(reader, 2)] == [1, 2]
+
+
+def test_cancelled_reads_come_back_once_and_start_no_more_pieces(
+    disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
+    disk.gate.clear()
+    with Reader(1, PIECE) as reader:
+        reader.submit(1, data_file, 0, 4 * PIECE, target.address, checksum=True)
+        disk.started.acquire()
+        reader.submit(2, data_file, 8 * PIECE, PIECE, target.address + N_BYTES)
+        reader.submit(3, data_file, 9 * PIECE, PIECE, target.address + N_BYTES, speculative=True)
+        assert reader.cancel(2)
+        assert reader.cancel(3)
+        early = collect(reader, 2)  # nothing of theirs was in flight
+        assert [(d.tag, d.cancelled, d.bytes) for d in early] == [(2, True, 0), (3, True, 0)]
+        assert reader.cancel(1)
+        assert reader.take() == [], "its piece is still being written to"
+        disk.gate.set()
+        (last,) = collect(reader, 1)
+        assert (last.tag, last.cancelled, last.bytes, last.checksum) == (1, True, PIECE, 0)
+        assert not reader.cancel(1)
+        assert len(disk.calls) == 1
+
+
+def test_tags_are_free_again_when_the_read_has_finished(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+    disk.gate.clear()
+    with Reader(1, PIECE) as reader:
+        reader.submit(1, data_file, 0, PIECE, target.address)
+        with pytest.raises(NativeError, match="tag 1"):
+            reader.submit(1, data_file, 0, PIECE, target.address + N_BYTES, speculative=True)
+        disk.gate.set()
+        collect(reader, 1)
+        reader.submit(1, data_file, 0, PIECE, target.address)
+        assert collect(reader, 1)[0].error == 0
+
+
+# ---- faults --------------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_ends_too_early_is_named(data_file: int, target: HugeBuffer) -> None:
+    with Reader(2, PIECE) as reader:
+        reader.submit(1, data_file, N_BYTES - PIECE, 2 * PIECE, target.address, checksum=True)
+        reader.submit(2, data_file, N_BYTES - 100, 200, target.address + N_BYTES)
+        reader.submit(3, data_file, 2 * N_BYTES, 10, target.address + 2 * N_BYTES)
+        done = {d.tag: d for d in collect(reader, 3)}
+    assert {d.error for d in done.values()} == {errno.ENODATA}
+    assert done[1].bytes == PIECE
+    assert done[1].checksum == 0
+
+
+@pytest.mark.parametrize("fault", [errno.EINTR, errno.EAGAIN, errno.EIO, "short"])
+def test_transient_faults_are_retried(fault: int | str, disk: Disk, data_file: int, target: HugeBuffer) -> None:
+    piece = 32768
+    # A short read of half of what is left goes on from the middle.
+    short = {piece: [fault], piece + piece // 2: [fault], piece + 3 * piece // 4: [fault]}
+    disk.faults = short if fault == "short" else {piece: [fault] * 3}
+    with Reader(1, piece) as reader:
+        reader.submit(1, data_file, 0, 3 * piece, target.address, checksum=True)
+        (done,) = collect(reader, 1)
+        counters = reader.counters()
+    expected = content(data_file, 0, 3 * piece)
+    assert (done.error, done.bytes, done.checksum) == (0, 3 * piece, hash64(expected))
+    assert target.array[: 3 * piece].tobytes() == expected
+    assert counters.n_retries == 3
+    assert counters.n_short == (3 if fault == "short" else 0)
+    assert counters.bytes_demand == 3 * piece, "each byte was delivered once"
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [(errno.EINTR, errno.EINTR), (errno.EIO, errno.EIO), ("short", errno.ENODATA)]
+)
+def test_the_fourth_fault_in_a_piece_is_final(
+    fault: int | str, error: int, disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
+    if fault == "short":
+        big = 1 << 18
+        at = [big + big - (big >> i) for i in range(4)]
+        disk.faults = {o: ["short"] for o in at}
+    else:
+        big, disk.faults = PIECE, {PIECE: [fault] * 4}
+    with Reader(1, big) as reader:
+        reader.submit(1, data_file, 0, 4 * big if big == PIECE else 3 * big, target.address)
+        reader.submit(2, data_file, 0, 10, target.address + 3 * N_BYTES)
+        done = {d.tag: d for d in collect(reader, 2)}
+    assert (done[1].error, done[1].bytes) == (error, big)
+    assert done[2].error == 0, "one failed read must not disturb another"
+    assert max(offset for offset, _ in disk.calls) < 2 * big, "after a fault no further piece of that read starts"
+
+
+def test_persistent_faults_are_not_retried(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+    disk.faults = {0: [errno.EBADF]}
+    with Reader(1, PIECE) as reader:
+        reader.submit(1, data_file, 0, PIECE, target.address)
+        (done,) = collect(reader, 1)
+        assert (done.error, done.bytes) == (errno.EBADF, 0)
+        assert reader.counters().n_retries == 0
+
+
+def test_a_vanished_end_of_file_is_not_read_for_ever(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+    disk.faults = {0: ["eof"]}
+    with Reader(1, PIECE) as reader:
+        reader.submit(1, data_file, 0, PIECE, target.address)
+        assert collect(reader, 1)[0].error == errno.ENODATA
+    assert len(disk.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("fd", "offset", "n", "address"),
+    [
+        (-1, 0, 10, 4096),
+        (None, -1, 10, 4096),
+        (None, 0, 0, 4096),
+        (None, 0, -5, 4096),
+        (None, 0, 10, 0),
+        (999, 0, 10, 4096),
+    ],
+)
+def test_arguments_outside_the_contract_are_refused(
+    fd: int | None, offset: int, n: int, address: int, data_file: int
+) -> None:
+    with Reader(1, PIECE) as reader, pytest.raises(NativeError, match="cb_reader_submit"):
+        reader.submit(1, data_file if fd is None else fd, offset, n, address)
+
+
+@pytest.mark.parametrize(("n_threads", "piece"), [(0, PIECE), (65, PIECE), (1, 100), (1, -4096)])
+def test_impossible_pools_are_refused(n_threads: int, piece: int) -> None:
+    with pytest.raises(NativeError, match="cb_reader_new"):
+        Reader(n_threads, piece)
+
+
+# ---- counters ------------------------------------------------------------------------------------------------
+
+
+def test_busy_time_counts_flight_only(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+    disk.gate.clear()
+    with Reader(2, PIECE) as reader:
+        assert reader.counters().busy_ns == 0
+        start = time.monotonic_ns()
+        reader.submit(1, data_file, 0, 2 * PIECE, target.address)
+        disk.started.acquire()
+        time.sleep(0.05)
+        during = reader.counters().busy_ns
+        assert 45e6 < during <= time.monotonic_ns() - start, "time in flight shows before the read ends, once"
+        disk.gate.set()
+        collect(reader, 1)
+        after = reader.counters().busy_ns
+        time.sleep(0.05)
+        assert reader.counters().busy_ns == after
+
+
+def io_bytes() -> int:
+    """Bytes this process had the storage fetch (block devices only)."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    raise AssertionError("no read_bytes in /proc/self/io")
+
+
+def direct_file() -> tuple[Path, int] | None:
+    """A file of 8 MiB on a file system with direct reads, and its descriptor; None when there is none here."""
+    for folder in (Path.cwd(), Path("/var/tmp"), Path("/tmp")):
+        path = folder / f".colibri-direct-{os.getpid()}"
+        try:
+            path.write_bytes(np.random.default_rng(2).integers(0, 256, 8 << 20, np.uint8).tobytes())
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            os.fsync(descriptor)
+            return path, descriptor
+        except OSError:
+            path.unlink(missing_ok=True)
+    return None
+
+
+def test_direct_reads_are_counted_as_the_kernel_counts_them(target: HugeBuffer) -> None:
+    found = direct_file()
+    if found is None:
+        pytest.skip("no file system with direct reads")
+    path, fd = found
+    try:
+        with Reader(3, 1 << 20) as reader:
+            before = io_bytes()
+            reader.submit(1, fd, 0, 3 << 20, target.address, checksum=True)
+            reader.submit(2, fd, 4 << 20, 4096, target.address + (3 << 20), speculative=True)
+            done = {d.tag: d for d in collect(reader, 2)}
+            counters = reader.counters()
+            kernel = io_bytes() - before
+            assert done[1].checksum == hash64(path.read_bytes()[: 3 << 20])
+            assert (counters.bytes_demand, counters.bytes_speculative) == (3 << 20, 4096)
+            if kernel:  # some virtual file systems do not account
+                assert kernel == counters.bytes_demand + counters.bytes_speculative
+            for offset, n, shift in ((1, 4096, 0), (0, 4095, 0), (0, 4096, 8)):
+                with pytest.raises(NativeError, match="cb_reader_submit"):
+                    reader.submit(9, fd, offset, n, target.address + shift)
+            # The file's true end under direct reads: a last partial sector.
+            os.truncate(path, (4 << 20) + 100)
+            reader.submit(3, fd, 4 << 20, 8192, target.address)
+            assert collect(reader, 1)[0].error == errno.ENODATA
+    finally:
+        os.close(fd)
+        path.unlink()
+
+
+def test_close_waits_for_flight_and_forgets_the_rest(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+    disk.gate.clear()
+    reader = Reader(2, PIECE)
+    fd = reader.fd
+    for tag in range(5):
+        reader.submit(tag, data_file, 0, 4 * PIECE, target.address)
+    disk.started.acquire()
+    threading.Timer(0.05, disk.gate.set).start()
+    reader.close()
+    reader.close()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    with pytest.raises(NativeError, match="after close"):
+        reader.take()
+
+
+def test_many_reads_under_promote_and_cancel_each_come_back_once(data_file: int, target: HugeBuffer) -> None:
+    rng = np.random.default_rng(3)
+    n = 2000
+    seen: list[ReadDone] = []
+    with Reader(4, 4096) as reader:
+        for tag in range(n):
+            size = int(rng.integers(1, 20000))
+            offset = int(rng.integers(0, N_BYTES - size))
+            reader.submit(
+                tag, data_file, offset, size, target.address + tag % 64 * 32768, bool(rng.random() < 0.5), True
+            )
+            if rng.random() < 0.3:
+                reader.promote(int(rng.integers(0, tag + 1)))
+            if rng.random() < 0.3:
+                reader.cancel(int(rng.integers(0, tag + 1)))
+            if rng.random() < 0.1:
+                seen += reader.take()
+        seen += collect(reader, n - len(seen))
+        assert reader.counters().n_reads == n
+    assert sorted(d.tag for d in seen) == list(range(n))
+    assert all(d.cancelled or (d.error == 0 and d.bytes == d.wanted and d.checksum) for d in seen)
