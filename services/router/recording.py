@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import msgpack
 import numpy as np
 
 from services.router.scheduler import Plan
@@ -26,7 +26,7 @@ class LogitRecorder:
             skipped = span.n_rows - span.n_logits
             for i in range(span.n_logits):
                 self._file.write(
-                    msgspec.msgpack.encode({
+                    msgpack.packb({
                         "request": span.sequence.request,
                         "position": span.position + skipped + i,
                         "token": span.tokens[skipped + i],
