@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class Checkpoint:
         self.files = files
         """Shard -> what identifies it: bytes and a checksum of its tensor list."""
         self._fds: dict[str, int] = {}
+        self._lock = threading.Lock()
 
     @staticmethod
     def open(directory: Path) -> Checkpoint:
@@ -158,22 +160,25 @@ class Checkpoint:
     def _read(self, name: str, start: int, stop: int) -> Any:
         tensor = self.tensors[name]
         entry = tensor.entry
-        fd = self._fds.get(tensor.file)
-        if fd is None:
-            fd = self._fds[tensor.file] = os.open(self.directory / tensor.file, os.O_RDONLY | os.O_CLOEXEC)
-        row_shape = entry.shape[1:]
-        data = np.empty((stop - start, *row_shape), _DTYPES[entry.dtype])
+        data = np.empty((stop - start, *entry.shape[1:]), _DTYPES[entry.dtype])
         row_bytes = entry.n_bytes // entry.shape[0]
         view = memoryview(data.reshape(-1).view(np.uint8).data)
         at, done = entry.offset + start * row_bytes, 0
-        while done < len(view):
-            n_read = os.preadv(fd, [view[done : done + (64 << 20)]], at + done)
-            if n_read == 0:
-                raise ShortRead(
-                    f"{self._where(name)}: expected {len(view):,} bytes at offset {at:,}, the file ends after "
-                    f"{done:,}. Copy it again."
-                )
-            done += n_read
+        try:
+            with self._lock:
+                if tensor.file not in self._fds:
+                    self._fds[tensor.file] = os.open(self.directory / tensor.file, os.O_RDONLY | os.O_CLOEXEC)
+                fd = self._fds[tensor.file]
+            while done < len(view):
+                n_read = os.preadv(fd, [view[done : done + (64 << 20)]], at + done)
+                if n_read == 0:
+                    raise ShortRead(
+                        f"{self._where(name)}: expected {len(view):,} bytes at offset {at:,}, the file ends after "
+                        f"{done:,}. Copy it again."
+                    )
+                done += n_read
+        except OSError as error:
+            raise ContainerError(f"{self._where(name)} can't be read at offset {at:,}: {error.strerror}.") from None
         return data
 
     def _where(self, name: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from shared.container.convert import Conversion
 from shared.container.reader import Container
-from shared.errors import ConfigError, ContainerError
+from shared.errors import ConfigError, ContainerError, ShortRead
 from tests.oracle import Raw, oracle_config, oracle_dir, read_tensors, write_checkpoint, write_shard
 
 Converted = Callable[[str, str], Path]
@@ -290,3 +290,22 @@ def test_unknown_family_is_refused_before_anything_is_read(tmp_path: Path) -> No
 
 def test_container_is_no_checkpoint(converted: Converted) -> None:
     refused(converted("glm_moe_dsa", "f32"), "already a container")
+
+
+def test_shard_that_vanishes_or_shrinks_while_converting(tmp_path: Path) -> None:
+    """The complaint is about the source, not about the output; with the shard back the same command goes on."""
+    source = copy_oracle(tmp_path)
+    conversion = Conversion(source, "int4")
+    shard = source / "model-00003-of-00003.safetensors"
+    data = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(ContainerError, match=r"model-00003-of-00003\.safetensors: tensor .* can't be read"):
+        conversion.run(tmp_path / "out")
+    shard.write_bytes(data)
+    conversion = Conversion(source, "int4")
+    with open(shard, "r+b") as file:
+        file.truncate(len(data) - 1000)
+    with pytest.raises(ShortRead, match="model-00003-of-00003"):
+        conversion.run(tmp_path / "out")
+    shard.write_bytes(data)
+    Conversion(source, "int4").run(tmp_path / "out")
