@@ -21,13 +21,18 @@ typedef struct cb_attn_table {
                    float *out);
 
     /* One block of scores f32[n, lanes] becomes p = exp(s - block maximum), in place; m, l f32[lanes] move on and
-     * f, g f32[lanes] get the factors that join this block to what came before (f = 0 when first). n >= 1. */
+     * f, g f32[lanes] get the factors that join this block to what came before (first: m, l are the block's own and
+     * g = exp(0) = 1). n >= 1. */
     void (*softmax)(float *s, int64_t lanes, int64_t n, bool first, float *m, float *l, float *f, float *g);
 
-    /* z[h][r] = fma(z[h][r], f[h], zb * g[h]) with zb = 0; for i ascending: zb = fma(p[i][h], keys[i][r], zb).
-     * rank is a multiple of 16 and keys rows are readable that far; z f32[n_heads, rank], stride rank. */
+    /* zb = 0; for i ascending: zb = fma(p[i][h], keys[i][r], zb); then z[h][r] = first ? zb * g[h]
+     * : fma(z[h][r], f[h], zb * g[h]). rank is a multiple of 16 and keys rows are readable that far;
+     * z f32[n_heads, rank]. */
     void (*mix)(const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
-                int64_t n_heads, const float *f, const float *g, float *z);
+                int64_t n_heads, bool first, const float *f, const float *g, float *z);
+
+    /* z[r] = fma(z[r], f, zb[r] * g): a block computed apart joins. n is a multiple of 16. */
+    void (*join)(float *z, const float *zb, int64_t n, float f, float g);
 
     /* out f32[n]: per position, s_l = fma(g[h], relu(d[i][h]), s_l) over h = l, l + 16, ... ascending, then the tree
      * of the norms. d f32[n, lanes]; a NaN stays one. */

@@ -41,15 +41,21 @@ static void softmax_ref(float *s, int64_t lanes, int64_t n, bool first, float *m
 }
 
 static void mix_ref(const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
-                    int64_t n_heads, const float *f, const float *g, float *z)
+                    int64_t n_heads, bool first, const float *f, const float *g, float *z)
 {
     for (int64_t h = 0; h < n_heads; h++)
         for (int64_t r = 0; r < rank; r++) {
             float block = 0.0f;
             for (int64_t i = 0; i < n; i++)
                 block = fmaf(p[i * lanes + h], keys[i * ldk + r], block);
-            z[h * rank + r] = fmaf(z[h * rank + r], f[h], block * g[h]);
+            z[h * rank + r] = first ? block * g[h] : fmaf(z[h * rank + r], f[h], block * g[h]);
         }
+}
+
+static void join_ref(float *z, const float *zb, int64_t n, float f, float g)
+{
+    for (int64_t r = 0; r < n; r++)
+        z[r] = fmaf(z[r], f, zb[r] * g);
 }
 
 static void index_fold_ref(const float *d, int64_t lanes, int64_t n, const float *g, float *out)
@@ -72,6 +78,6 @@ static cb_attn_table active;
 
 void cb_attn_table_ref(cb_table *t)
 {
-    active = (cb_attn_table){widen_ref, scores_ref, softmax_ref, mix_ref, index_fold_ref, "ref"};
+    active = (cb_attn_table){widen_ref, scores_ref, softmax_ref, mix_ref, join_ref, index_fold_ref, "ref"};
     t->attn = &active;
 }

@@ -9,7 +9,8 @@
 #include <string.h>
 
 #define GROUP_ROWS 4
-#define SPAN 2048                       /* positions of one task */
+#define MAX_SPAN 2048                   /* positions of one task */
+#define MIN_SPAN 256                    /* below, bringing queries into lanes would show */
 #define SCORE_FLOATS ((int64_t)4 << 20) /* scores held at one time, unless a single group needs more */
 
 typedef struct {
@@ -24,7 +25,7 @@ typedef struct {
     const float *q; /* [tile rows][heads][dim], turned */
     const float *g; /* [tile rows][heads], scaled */
     const index_group *group;
-    int64_t spans, stride;
+    int64_t span, spans, stride;
     float *scores; /* [lines][stride] */
     float *room;   /* per thread */
     int64_t room_floats;
@@ -89,8 +90,8 @@ static void score_job(void *arg, int64_t begin, int64_t end, int thread)
 {
     const index_arg *a = arg;
     for (int64_t item = begin; item < end; item++) {
-        int64_t from = item % a->spans * SPAN;
-        score(a, &a->group[item / a->spans], from, from + SPAN, a->room + thread * a->room_floats);
+        int64_t from = item % a->spans * a->span;
+        score(a, &a->group[item / a->spans], from, from + a->span, a->room + thread * a->room_floats);
     }
 }
 
@@ -127,11 +128,13 @@ int cb_index_select(const cb_attn_call *c, int64_t row0, int64_t n, const float 
     cb_scratch_mark mark = cb_scratch_begin(c->pool);
     int64_t q_floats = (int64_t)y->index_heads * y->index_dim;
     int64_t stride = CB_CEIL(longest, 16) * 16, threads = cb_pool_threads(c->pool);
+    int64_t span = longest * CB_CEIL(n, GROUP_ROWS) / (4 * threads);
+    span = CB_CEIL(CB_MAX(MIN_SPAN, CB_MIN(MAX_SPAN, span)), CB_KV_BLOCK) * CB_KV_BLOCK;
     int64_t max_lines = CB_MAX(GROUP_ROWS, CB_MIN(n, SCORE_FLOATS / stride));
     float *q = cb_scratch(c->pool, n * q_floats * 4), *g = cb_scratch(c->pool, n * y->index_heads * 4);
     float *scores = cb_scratch(c->pool, max_lines * stride * 4);
     index_group *group = cb_scratch(c->pool, n * (int64_t)sizeof *group);
-    index_arg job = {.call = c, .row0 = row0, .q = q, .g = g, .group = group, .spans = CB_CEIL(longest, SPAN),
+    index_arg job = {.call = c, .row0 = row0, .q = q, .g = g, .group = group, .span = span, .spans = CB_CEIL(longest, span),
                      .stride = stride, .scores = scores, .room_floats = room_floats(y)};
     job.room = cb_scratch(c->pool, threads * job.room_floats * 4);
     int status = q && g && scores && group && job.room ? CB_OK : CB_ENOMEM;

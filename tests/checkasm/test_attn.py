@@ -377,6 +377,26 @@ def test_touches_nothing_behind_its_arrays(attn_rung: Rung, ref: Rung, case: str
     assert_same_bits(found, expected, f"{case} {kv_format} {attn_rung}", dims.index_kind == "full")
 
 
+@pytest.mark.parametrize("kv_format", ["f32", "bf16"])
+def test_blocks_computed_apart_join_to_the_same_bits(attn_rung: Rung, ref: Rung, kv_format: str) -> None:
+    """Two rows and sixteen threads: more threads than heads' worth of tasks."""
+    dims, n = replace(ORACLE, index_kind="none", n_heads=18, kv_rank=41), 330
+    struct, x, position = Layer.random(dims, seed=12).struct(), rows_of(dims, n), np.arange(n)
+    results = []
+    for rung, n_threads in ((ref, 1), (attn_rung, 16)):
+        with rung.use(n_threads) as pool:
+            cache = Cache(dims, kv_format, 1, n)
+            past = np.random.default_rng(13).normal(size=cache.kv.shape).astype(np.float32)
+            cache.kv[...] = past if kv_format == "f32" else to_bf16(past)
+            results.append(run(pool, struct, cache, x[-2:], position[-2:]))
+    assert_same_bits(results[1], results[0], f"{kv_format} {attn_rung}", selects=False)
+    # Not blind: the far end of the context matters.
+    with ref.use() as pool:
+        cache.kv[cache.table[0, 0], 5] = cache.kv[cache.table[0, 0], 6]
+        other = run(pool, struct, cache, x[-2:], position[-2:])
+    assert not np.array_equal(other.x, results[0].x)
+
+
 def test_only_the_rows_own_entries_are_written() -> None:
     layer = Layer.random(ORACLE, seed=11)
     cache = Cache(ORACLE, "f32", 1, 128)

@@ -90,7 +90,7 @@ static void softmax_avx2(float *s, int64_t lanes, int64_t n, bool first, float *
 #define MIX_HEADS 6
 
 TILE mix_tile(const int heads, const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
-              const float *f, const float *g, float *z)
+              bool first, const float *f, const float *g, float *z)
 {
     __m256 sum[MIX_HEADS][2];
     for (int h = 0; h < heads; h++)
@@ -107,30 +107,38 @@ TILE mix_tile(const int heads, const float *p, int64_t lanes, int64_t n, const f
         __m256 before = _mm256_broadcast_ss(f + h), own = _mm256_broadcast_ss(g + h);
         for (int v = 0; v < 2; v++) {
             float *at = z + h * rank + 8 * v;
-            _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_loadu_ps(at), before, _mm256_mul_ps(sum[h][v], own)));
+            __m256 add = _mm256_mul_ps(sum[h][v], own);
+            _mm256_storeu_ps(at, first ? add : _mm256_fmadd_ps(_mm256_loadu_ps(at), before, add));
         }
     }
 }
 
 static void mix_avx2(const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
-                     int64_t n_heads, const float *f, const float *g, float *z)
+                     int64_t n_heads, bool first, const float *f, const float *g, float *z)
 {
     /* Outer loop over components: 64 keys' worth of them stays in the first-level cache for all heads. */
     for (int64_t r = 0; r < rank; r += 16) {
         int64_t h = 0;
         for (; h + MIX_HEADS <= n_heads; h += MIX_HEADS)
-            mix_tile(MIX_HEADS, p + h, lanes, n, keys + r, ldk, rank, f + h, g + h, z + h * rank + r);
+            mix_tile(MIX_HEADS, p + h, lanes, n, keys + r, ldk, rank, first, f + h, g + h, z + h * rank + r);
         const float *rest = p + h;
         float *to = z + h * rank + r;
         switch (n_heads - h) {
-        case 5: mix_tile(5, rest, lanes, n, keys + r, ldk, rank, f + h, g + h, to); break;
-        case 4: mix_tile(4, rest, lanes, n, keys + r, ldk, rank, f + h, g + h, to); break;
-        case 3: mix_tile(3, rest, lanes, n, keys + r, ldk, rank, f + h, g + h, to); break;
-        case 2: mix_tile(2, rest, lanes, n, keys + r, ldk, rank, f + h, g + h, to); break;
-        case 1: mix_tile(1, rest, lanes, n, keys + r, ldk, rank, f + h, g + h, to); break;
+        case 5: mix_tile(5, rest, lanes, n, keys + r, ldk, rank, first, f + h, g + h, to); break;
+        case 4: mix_tile(4, rest, lanes, n, keys + r, ldk, rank, first, f + h, g + h, to); break;
+        case 3: mix_tile(3, rest, lanes, n, keys + r, ldk, rank, first, f + h, g + h, to); break;
+        case 2: mix_tile(2, rest, lanes, n, keys + r, ldk, rank, first, f + h, g + h, to); break;
+        case 1: mix_tile(1, rest, lanes, n, keys + r, ldk, rank, first, f + h, g + h, to); break;
         default: break;
         }
     }
+}
+
+static void join_avx2(float *z, const float *zb, int64_t n, float f, float g)
+{
+    __m256 before = _mm256_set1_ps(f), own = _mm256_set1_ps(g);
+    for (int64_t r = 0; r < n; r += 8)
+        _mm256_storeu_ps(z + r, _mm256_fmadd_ps(_mm256_loadu_ps(z + r), before, _mm256_mul_ps(_mm256_loadu_ps(zb + r), own)));
 }
 
 static void index_fold_avx2(const float *d, int64_t lanes, int64_t n, const float *g, float *out)
@@ -149,5 +157,5 @@ static void index_fold_avx2(const float *d, int64_t lanes, int64_t n, const floa
 
 void cb_attn_table_avx2(cb_table *t)
 {
-    *t->attn = (cb_attn_table){widen_avx2, scores_avx2, softmax_avx2, mix_avx2, index_fold_avx2, "avx2"};
+    *t->attn = (cb_attn_table){widen_avx2, scores_avx2, softmax_avx2, mix_avx2, join_avx2, index_fold_avx2, "avx2"};
 }

@@ -95,7 +95,7 @@ static void softmax_avx512(float *s, int64_t lanes, int64_t n, bool first, float
 #define MIX_HEADS 8
 
 TILE mix_tile(const int heads, const int parts, const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk,
-              int64_t rank, const float *f, const float *g, float *z)
+              int64_t rank, bool first, const float *f, const float *g, float *z)
 {
     __m512 sum[MIX_HEADS][2];
     for (int h = 0; h < heads; h++)
@@ -115,34 +115,42 @@ TILE mix_tile(const int heads, const int parts, const float *p, int64_t lanes, i
         __m512 before = _mm512_set1_ps(f[h]), own = _mm512_set1_ps(g[h]);
         for (int v = 0; v < parts; v++) {
             float *at = z + h * rank + v * 16;
-            _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_loadu_ps(at), before, _mm512_mul_ps(sum[h][v], own)));
+            __m512 add = _mm512_mul_ps(sum[h][v], own);
+            _mm512_storeu_ps(at, first ? add : _mm512_fmadd_ps(_mm512_loadu_ps(at), before, add));
         }
     }
 }
 
 TILE mix_of(const int parts, const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
-            int64_t n_heads, const float *f, const float *g, float *z)
+            int64_t n_heads, bool first, const float *f, const float *g, float *z)
 {
     int64_t h = 0;
     for (; h + 8 <= n_heads; h += 8)
-        mix_tile(8, parts, p + h, lanes, n, keys, ldk, rank, f + h, g + h, z + h * rank);
+        mix_tile(8, parts, p + h, lanes, n, keys, ldk, rank, first, f + h, g + h, z + h * rank);
     if (h + 4 <= n_heads) {
-        mix_tile(4, parts, p + h, lanes, n, keys, ldk, rank, f + h, g + h, z + h * rank);
+        mix_tile(4, parts, p + h, lanes, n, keys, ldk, rank, first, f + h, g + h, z + h * rank);
         h += 4;
     }
     for (; h < n_heads; h++)
-        mix_tile(1, parts, p + h, lanes, n, keys, ldk, rank, f + h, g + h, z + h * rank);
+        mix_tile(1, parts, p + h, lanes, n, keys, ldk, rank, first, f + h, g + h, z + h * rank);
 }
 
 static void mix_avx512(const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
-                       int64_t n_heads, const float *f, const float *g, float *z)
+                       int64_t n_heads, bool first, const float *f, const float *g, float *z)
 {
     /* Outer loop over components: 64 keys' worth of them stays in the first-level cache for all heads. */
     int64_t r = 0;
     for (; r + 32 <= rank; r += 32)
-        mix_of(2, p, lanes, n, keys + r, ldk, rank, n_heads, f, g, z + r);
+        mix_of(2, p, lanes, n, keys + r, ldk, rank, n_heads, first, f, g, z + r);
     if (r < rank)
-        mix_of(1, p, lanes, n, keys + r, ldk, rank, n_heads, f, g, z + r);
+        mix_of(1, p, lanes, n, keys + r, ldk, rank, n_heads, first, f, g, z + r);
+}
+
+static void join_avx512(float *z, const float *zb, int64_t n, float f, float g)
+{
+    __m512 before = _mm512_set1_ps(f), own = _mm512_set1_ps(g);
+    for (int64_t r = 0; r < n; r += 16)
+        _mm512_storeu_ps(z + r, _mm512_fmadd_ps(_mm512_loadu_ps(z + r), before, _mm512_mul_ps(_mm512_loadu_ps(zb + r), own)));
 }
 
 static void index_fold_avx512(const float *d, int64_t lanes, int64_t n, const float *g, float *out)
@@ -158,5 +166,5 @@ static void index_fold_avx512(const float *d, int64_t lanes, int64_t n, const fl
 
 void cb_attn_table_avx512(cb_table *t)
 {
-    *t->attn = (cb_attn_table){widen_avx512, scores_avx512, softmax_avx512, mix_avx512, index_fold_avx512, "avx512"};
+    *t->attn = (cb_attn_table){widen_avx512, scores_avx512, softmax_avx512, mix_avx512, join_avx512, index_fold_avx512, "avx512"};
 }
