@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shared.bus import AsyncBus, Bus, ControlClient
 from shared.config import GroupConfig, load_frozen
 from shared.endpoints import Endpoints
-from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError
+from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ChecksumMismatch, ColibriError, ShortRead
 from shared.log import Log
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.base import Msg
@@ -250,6 +250,8 @@ class _Life:
     def failed(self, error: BaseException) -> int:
         """Last words to the router, the log and colibri-up; returns the exit code."""
         exit_code = error.exit_code if isinstance(error, ColibriError) else EXIT_FAULT
+        if self.ctx.state == STARTING and isinstance(error, (ChecksumMismatch, ShortRead)):
+            exit_code = EXIT_CONFIG  # what is damaged on disk is damaged at the next try too
         reason = str(error) or type(error).__name__
         if not isinstance(error, ColibriError):
             reason = f"{type(error).__name__}: {reason}"
