@@ -226,7 +226,7 @@ class MoE(nn.Module):
         # Rank of every (token, choice) within its expert; what exceeds the capacity is dropped (training only).
         pairs = eids.reshape(-1)
         n_pairs = pairs.numel()
-        capacity = min(n, int(n * s.gate_k / s.n_experts * s.capacity + 63) // 64 * 64)
+        capacity = min(n, int(n * s.gate_k / s.n_experts * s.capacity + 15) // 16 * 16)
         n_slots = s.n_experts * capacity
         order = torch.argsort(pairs, stable=True)
         counts = (pairs[:, None] == torch.arange(s.n_experts, device=x.device)).sum(0)

@@ -22,7 +22,7 @@ import torch
 from architecture import Fledgling, MoE, Shape
 from optimizer import Optimizer
 
-BIAS_RATE = 2e-3  # step of the load-balancing bias per update, as in DeepSeek-V3's balancing without a loss
+BIAS_RATE = 6e-3  # step of the load-balancing bias per update (aux-loss-free balancing); few updates, so large steps
 DRAFT_WEIGHT = 0.3
 
 
@@ -69,12 +69,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="stop this call after so many minutes")
     parser.add_argument("--total-minutes", type=float, default=80, help="the plan of the learning rate")
     parser.add_argument("--fall", type=float, default=0.5)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--matrix-lr", type=float, default=0.02)
     parser.add_argument("--vector-lr", type=float, default=3e-3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-minutes", type=float, default=4)
-    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--draft-rows", type=int, default=4, help="rows of a batch that the MTP layer trains on")
+    parser.add_argument("--compile", action="store_true", help="pays only on a quiet machine")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)
@@ -96,7 +97,7 @@ def main() -> None:
         optimizer.load_state_dict(saved["optimizer"])
         place = saved["place"]
     moe_layers = [module for module in model.modules() if isinstance(module, MoE)]
-    step_losses = model.losses if args.eager else torch.compile(model.losses, dynamic=False)
+    step_losses = torch.compile(model.losses, dynamic=False) if args.compile else model.losses
 
     def save() -> None:
         state = {"shape": asdict(shape), "model": model.state_dict(), "optimizer": optimizer.state_dict(), "place": place}
@@ -111,9 +112,9 @@ def main() -> None:
         if epoch != n_epochs:
             order, n_epochs = np.random.default_rng(epoch).permutation(len(rows)), epoch
         ids = torch.from_numpy(rows[np.sort(order[first : first + args.batch])].astype(np.int64))
-        # the draft layer sees half of the rows, not always the same half
+        # the draft layer sees a part of the rows, not always the first ones
         ids = ids[torch.randperm(args.batch)]
-        main, draft, loads = step_losses(ids, False, args.batch // 2)
+        main, draft, loads = step_losses(ids, False, args.draft_rows)
         (main + DRAFT_WEIGHT * draft).backward()
         scale = learning_rate(place["minutes"], place["n_steps"], args.total_minutes, args.fall)
         norm = optimizer.step(scale)
@@ -126,7 +127,7 @@ def main() -> None:
         place["minutes"] += (now - last) / 60 if is_warm else 0.05
         speed = (ids.numel() - len(ids)) / (now - last)
         last, is_warm = now, True
-        if place["n_steps"] % 10 == 0:
+        if place["n_steps"] % 20 == 0:
             entry = {**place, "loss": main.item(), "draft": draft.item(), "scale": scale, "norm": norm, "worst_load": worst, "tok_s": speed}
             log.write(json.dumps({k: round(v, 4) for k, v in entry.items()}) + "\n")
             log.flush()
