@@ -86,7 +86,7 @@ def frame_layout(
     total = ctypes.c_int64()
     status = lib.cb_frame_layout(ctypes.byref(dims), found, ctypes.byref(total))
     if status != OK:
-        sizes = ", ".join(f"{name} {getattr(dims, name)}" for name, _ in _Dims._fields_)
+        sizes = ", ".join(f"{name} {getattr(dims, name)}" for name, *_ in _Dims._fields_)
         raise fail("cb_frame_layout", status, f"{sizes} (each 0 .. 2^31)")
     fields = []
     for f in found:

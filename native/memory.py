@@ -27,7 +27,7 @@ class HugeBuffer:
             raise NativeError(f"cb_huge_alloc: no {n_bytes} bytes of memory to be had; lower the budget")
         self.address: int = found
         self.n_bytes = n_bytes
-        self.array: np.ndarray = np.frombuffer((ctypes.c_uint8 * n_bytes).from_address(found), np.uint8)
+        self.array: np.ndarray = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(found))
 
     def close(self) -> None:
         """Give the memory back. Calling it again does nothing."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from typing import Any
 
 from native.library import OK, NativeError, check_struct, declare, fail, lib
 
@@ -39,7 +40,7 @@ check_struct(_ReadCounters, "cb_read_counters")
 
 _handle, _int, _i64, _u64, _ptr = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
 PREAD_FN = ctypes.CFUNCTYPE(ctypes.c_ssize_t, _int, _ptr, ctypes.c_size_t, ctypes.c_int64, use_errno=True)
-PROTOTYPES = {
+PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cb_reader_new": (_handle, [_int, _i64]),
     "cb_reader_fd": (_int, [_handle]),
     "cb_reader_submit": (_int, [_handle, _u64, _int, _i64, _i64, _ptr, _int, _int]),

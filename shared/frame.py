@@ -82,7 +82,8 @@ class Frame:
     def stage_rows(self, service: str) -> np.ndarray:
         """The stage rows ``service`` has written so far (a view)."""
         block = SERVICES.index(service)
-        return self.stage[block][: int(self.stage_count[block][0])]
+        rows: np.ndarray = self.stage[block][: int(self.stage_count[block][0])]
+        return rows
 
 
 class FrameSet:
