@@ -34,6 +34,7 @@ from shared.stages import Stage, StepTimer
 # One native call takes at most this many (row, expert) pairs, so that messages and reads are looked at in between.
 PAIRS_PER_CALL = 256
 SHARED_ROWS_PER_CALL = 128
+FEW_PAIRS = 128
 # Guesses hold at most this share of the slots at a time while they load.
 GUESS_SHARE = 0.25
 
@@ -156,16 +157,18 @@ class ExpertIoService(Service):
     def _batch_union(self, visit: Visit, gate_id: NDArray[np.int32]) -> list[int]:
         """The distinct experts, ascending; fills ``rows_of``: expert -> (rows, places in parts)."""
         flat = gate_id.ravel()
-        if len(flat) == self._spec.gate_k:  # one row: ids are distinct and ascending already
-            row = np.zeros(1, np.int32)
-            experts: list[int] = flat.tolist()
-            for place, expert in enumerate(experts):
-                visit.rows_of[expert] = (row, np.array([place], np.int32))
-            return experts
+        k = self._spec.gate_k
+        if len(flat) <= FEW_PAIRS:  # decode: plain loops beat a dozen array operations
+            places_of: dict[int, list[int]] = {}
+            for place, expert in enumerate(flat.tolist()):
+                places_of.setdefault(expert, []).append(place)
+            for expert, found in places_of.items():
+                visit.rows_of[expert] = (np.array([p // k for p in found], np.int32), np.array(found, np.int32))
+            return sorted(places_of)
         places = np.argsort(flat, kind="stable").astype(np.int32)
         distinct, starts = np.unique(flat[places], return_index=True)
         ends = np.append(starts[1:], len(flat))
-        rows = places // self._spec.gate_k
+        rows = places // k
         union: list[int] = distinct.tolist()
         for expert, start, end in zip(union, starts.tolist(), ends.tolist(), strict=True):
             visit.rows_of[expert] = (rows[start:end], places[start:end])
