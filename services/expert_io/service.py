@@ -34,7 +34,7 @@ from shared.stages import Stage, StepTimer
 # One native call takes at most this many (row, expert) pairs, so that messages and reads are looked at in between.
 PAIRS_PER_CALL = 256
 SHARED_ROWS_PER_CALL = 128
-FEW_PAIRS = 128
+FEW_PAIRS = 32
 # Guesses hold at most this share of the slots at a time while they load.
 GUESS_SHARE = 0.25
 
