@@ -198,7 +198,7 @@ static int heads_linear(cb_pool *pool, const cb_matrix *stack, int64_t n_heads, 
                 index[h * n + t] = (int32_t)(t * n_heads + h);
         job.index = index;
         int64_t items = n_heads * job.blocks;
-        cb_parallel_for(pool, items, CB_CEIL(items, 4 * cb_pool_threads(pool)), heads_job, &job);
+        cb_parallel_for(pool, items, cb_attn_grain(CB_TILE_ROWS * stack->in * n), heads_job, &job);
     }
     cb_scratch_end(pool, mark);
     return status;
@@ -462,8 +462,9 @@ static int attend_split(const attend_arg *a, int64_t n_groups, int64_t n_blocks)
     const cb_attn_call *c = a->call;
     const cb_attn_layer *y = c->layer;
     int64_t depth = y->kv_rank + y->rope, rank = cb_lanes(y->kv_rank), lanes = a->lanes;
+    int64_t threads = cb_pool_threads(c->pool);
     split_arg s = {.a = *a, .n_tasks = n_groups * a->head_blocks, .part_floats = lanes * (rank + 2)};
-    int64_t wave = CB_MIN(n_blocks, CB_MAX(cb_pool_threads(c->pool), WAVE_PARTS / s.n_tasks));
+    int64_t wave = CB_MIN(n_blocks, CB_MAX(threads, WAVE_PARTS / s.n_tasks));
     s.q_t = cb_scratch(c->pool, s.n_tasks * depth * lanes * 4);
     s.z = cb_scratch(c->pool, s.n_tasks * lanes * rank * 4);
     s.m = cb_scratch(c->pool, s.n_tasks * lanes * 4);
@@ -471,11 +472,11 @@ static int attend_split(const attend_arg *a, int64_t n_groups, int64_t n_blocks)
     s.part = cb_scratch(c->pool, s.n_tasks * wave * s.part_floats * 4);
     if (!s.q_t || !s.z || !s.m || !s.l || !s.part)
         return CB_ENOMEM;
-    cb_parallel_for(c->pool, s.n_tasks, 1, split_query_job, &s);
+    cb_parallel_for(c->pool, s.n_tasks, cb_attn_grain(4 * depth * lanes), split_query_job, &s);
     for (s.wave0 = 0; s.wave0 < n_blocks; s.wave0 += s.wave) {
         s.wave = CB_MIN(wave, n_blocks - s.wave0);
-        cb_parallel_for(c->pool, s.n_tasks * s.wave, 1, split_block_job, &s);
-        cb_parallel_for(c->pool, s.n_tasks * lanes, 4, split_join_job, &s);
+        cb_parallel_for(c->pool, s.n_tasks * s.wave, cb_attn_grain(2 * CB_KV_BLOCK * depth * lanes), split_block_job, &s);
+        cb_parallel_for(c->pool, s.n_tasks * lanes, cb_attn_grain(s.wave * rank), split_join_job, &s);
     }
     return CB_OK;
 }
@@ -510,7 +511,8 @@ static int attend_rows(const cb_attn_call *c, int64_t row0, int64_t n, const flo
     int64_t n_groups = group_rows(c, row0, n, share, group);
     if (split)
         return attend_split(&job, n_groups, n_blocks);
-    cb_parallel_for(c->pool, n_groups * job.head_blocks, 1, attend_job, &job);
+    int64_t cost = 2 * longest * (y->kv_rank + y->rope) * lanes * share;
+    cb_parallel_for(c->pool, n_groups * job.head_blocks, cb_attn_grain(cost), attend_job, &job);
     return CB_OK;
 }
 

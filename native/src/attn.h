@@ -69,6 +69,13 @@ void cb_rope(const float *src, int64_t rope, bool interleave, const float *cosin
 const float *cb_block_rows(const void *cache, int format, int64_t width, int64_t reach, int64_t block, int64_t n,
                            float *room, int64_t *ld);
 
+/* Items a thread takes at a time: no less work than waking another thread is worth. `cost` of one item in multiply-adds. */
+static inline int64_t cb_attn_grain(int64_t cost)
+{
+    const int64_t worth_a_wake = 200000; /* some 10 us */
+    return CB_MAX(1, worth_a_wake / CB_MAX(1, cost));
+}
+
 static inline int64_t cb_kv_block_of(const cb_attn_step *step, int64_t row, int64_t position)
 {
     return step->block_table[step->seq[row] * step->table_stride + position / CB_KV_BLOCK];

@@ -160,8 +160,9 @@ int cb_index_select(const cb_attn_call *c, int64_t row0, int64_t n, const float 
                     group[n_groups++] = (index_group){.row = {(int32_t)t}, .n_rows = 1, .line = (int32_t)lines};
                 lines++;
             }
-            cb_parallel_for(c->pool, n_groups * job.spans, 1, score_job, &job);
-            cb_parallel_for(c->pool, n_groups * GROUP_ROWS, 1, pick_job, &job);
+            int64_t cost = GROUP_ROWS * CB_MIN(span, longest) * cb_lanes(y->index_heads) * y->index_dim;
+            cb_parallel_for(c->pool, n_groups * job.spans, cb_attn_grain(cost), score_job, &job);
+            cb_parallel_for(c->pool, n_groups * GROUP_ROWS, cb_attn_grain(100 * longest), pick_job, &job);
         }
     }
     cb_scratch_end(c->pool, mark);
