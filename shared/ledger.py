@@ -37,6 +37,7 @@ _WORK_SHARE = 0.10
 _MIN_CONTEXT = 256
 _MIN_CHUNK = 16
 _READ_BUFFER_BYTES = 4 * 4 * MIB
+_TRACE_BYTES = 4 * MIB
 _PROCESS_BYTES = {
     "gateway": 48 * MIB,
     "router": 56 * MIB,
@@ -223,6 +224,7 @@ def _ledger(
         Line("router", f"gates of {len(spec.moe_layers)} layers", facts.gate_bytes),
         Line("expert_io", f"shared experts of {len(spec.moe_layers)} layers", facts.shared_bytes),
         Line("expert_io", "read buffers", _READ_BUFFER_BYTES),
+        Line("shared", "trace and counters", _TRACE_BYTES),
     ]
     if n_drafts:
         fixed.append(Line("drafter", "MTP layer without its experts", facts.mtp_bytes))
@@ -323,9 +325,7 @@ def _slot_bytes(record: int) -> int:
 def _measured_frame_bytes(spec: ModelSpec, rows: int, logit_rows: int, sequences: int, blocks: int) -> int:
     from shared.frame import FrameDims, frame_bytes, stage_rows  # needs the native library
 
-    dims = FrameDims(
-        rows, logit_rows, sequences, blocks, spec.hidden, spec.gate_k, spec.vocab, stage_rows(spec)
-    )
+    dims = FrameDims(rows, logit_rows, sequences, blocks, spec.hidden, spec.gate_k, spec.vocab, stage_rows(spec))
     return frame_bytes(dims)
 
 

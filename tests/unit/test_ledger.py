@@ -186,6 +186,34 @@ def test_frame_size_comes_from_the_native_library() -> None:
     assert made.n_frames * frame_bytes(dims) in [line.bytes for line in made.lines]
 
 
+@pytest.mark.parametrize("draft", ["off", 2])
+def test_segments_of_a_group_are_what_the_ledger_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: Any
+) -> None:
+    """What colibri-up creates in shared memory is covered, line by line in sum, by the ledger."""
+    from deploy.launch import create_segments, make_plan
+    from shared.container.synth import Synthesis
+    from shared.segments import Segment
+
+    Synthesis(preset_config("tiny", 3, has_mtp=True), "int4").run(tmp_path / "model")
+    created: dict[str, int] = {}
+
+    class NoSegment:
+        def close(self) -> None:
+            pass
+
+    def create(run_id: str, name: str, n_bytes: int) -> NoSegment:
+        created[name] = n_bytes
+        return NoSegment()
+
+    monkeypatch.setattr(Segment, "create", staticmethod(create))
+    plan = make_plan(Settings(model=str(tmp_path / "model"), draft=draft, max_sequences=3), tmp_path, 0)
+    create_segments(plan)
+    assert len(created) >= 4
+    assert sum(created.values()) <= plan.ledger.segment_bytes < sum(created.values()) + (8 << 20)
+    assert plan.config.slot_bytes >= max(plan.ledger.slot_bytes, 8192)
+
+
 def test_predicted_speed_of_glm_5_2() -> None:
     """600 experts of 20 MB a token: 6 seconds at 2 GB/s."""
     config = preset_config("glm-5.2", 78) | {"first_k_dense_replace": 3}
