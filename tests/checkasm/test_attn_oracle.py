@@ -1,0 +1,117 @@
+"""Attention against traces of the reference implementation: every layer of the oracle checkpoints, each from the
+reference's own input, so that an error can be pinned to a layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from native.attention import AttnLayer
+from native.library import Pool
+from shared.container.checkpoint import Checkpoint
+from shared.model_spec import ModelSpec
+from tests.checkasm.attn_cases import Cache, Dims, Result, packed, run
+
+ORACLES = Path(__file__).parents[1] / "oracles"
+LATENT_EPS = 1e-6  # the traces come from an implementation that fixes it
+BOUND = 3e-5  # the reference itself is f32; largest error seen 9.1e-6
+
+
+def weights(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    return np.ascontiguousarray(checkpoint.rows(name), np.float32)
+
+
+def attn_struct(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> AttnLayer:
+    """One layer straight from the checkpoint's tensors, in f32."""
+    prefix = f"model.layers.{layer}."
+    attn = prefix + "self_attn."
+    kv_b = weights(checkpoint, attn + "kv_b_proj.weight").reshape(
+        spec.n_heads, spec.qk_nope + spec.v_head, spec.kv_lora_rank
+    )
+
+    def matrix_named(name: str) -> object:
+        return packed(weights(checkpoint, f"{attn}{name}.weight"), "f32")
+
+    def vector(name: str) -> np.ndarray:
+        return weights(checkpoint, name).reshape(-1)
+
+    index = {}
+    if spec.index_kinds[layer] == "full":
+        index = {
+            "index_wq_b": matrix_named("indexer.wq_b"),
+            "index_wk": matrix_named("indexer.wk"),
+            "index_weights": matrix_named("indexer.weights_proj"),
+            "index_k_norm_w": vector(attn + "indexer.k_norm.weight"),
+            "index_k_norm_b": vector(attn + "indexer.k_norm.bias"),
+        }
+    return AttnLayer(
+        hidden=spec.hidden, n_heads=spec.n_heads, q_rank=spec.q_lora_rank or 0, kv_rank=spec.kv_lora_rank,
+        nope=spec.qk_nope, rope=spec.qk_rope, v_dim=spec.v_head, rope_interleave=int(spec.rope_interleave),
+        rms_eps=spec.rms_eps, latent_eps=LATENT_EPS, softmax_scale=spec.softmax_scale,
+        index_kind=spec.index_kinds[layer], index_heads=spec.index_heads or 0, index_dim=spec.index_dim or 0,
+        index_topk=spec.index_topk or 0, index_rope_interleave=int(spec.index_rope_interleave),
+        inv_freq=np.array(spec.inv_freq(), np.float32), rope_amplitude=spec.rope_amplitude, index_norm_eps=1e-6,
+        input_norm=vector(prefix + "input_layernorm.weight"), q_a_norm=vector(attn + "q_a_layernorm.weight"),
+        kv_a_norm=vector(attn + "kv_a_layernorm.weight"), post_norm=vector(prefix + "post_attention_layernorm.weight"),
+        q_a=matrix_named("q_a_proj"), q_b=matrix_named("q_b_proj"), kv_a=matrix_named("kv_a_proj_with_mqa"),
+        k_b=packed(np.ascontiguousarray(kv_b[:, : spec.qk_nope].transpose(0, 2, 1)), "f32"),
+        v_b=packed(np.ascontiguousarray(kv_b[:, spec.qk_nope :]), "f32"), o=matrix_named("o_proj"), **index,
+    )  # fmt: skip
+
+
+def mlp(checkpoint: Checkpoint, prefix: str, h: np.ndarray) -> np.ndarray:
+    gate, up, down = (
+        weights(checkpoint, f"{prefix}{part}_proj.weight").astype(np.float64) for part in ("gate", "up", "down")
+    )
+    g = h @ gate.T
+    return (g / (1 + np.exp(-g)) * (h @ up.T)) @ down.T
+
+
+def ffn(checkpoint: Checkpoint, layer: int, h: np.ndarray, trace: dict[str, np.ndarray]) -> np.ndarray:
+    """The layer's other half in float64, with the experts that the trace chose."""
+    prefix = f"model.layers.{layer}.mlp."
+    if f"router_idx_{layer:02d}" not in trace:
+        return mlp(checkpoint, prefix, h)
+    out = mlp(checkpoint, prefix + "shared_experts.", h)
+    ids, share = trace[f"router_idx_{layer:02d}"], trace[f"router_w_{layer:02d}"].astype(np.float64)
+    for expert in np.unique(ids):
+        rows, slots = np.nonzero(ids == expert)
+        out[rows] += share[rows, slots, None] * mlp(checkpoint, f"{prefix}experts.{expert}.", h[rows])
+    return out
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "glm_moe_dsa_fp8", "deepseek_v3", "deepseek_v32"])
+def test_every_layer_of_the_trace(family: str, chunk: int) -> None:
+    folder = ORACLES / family
+    spec = ModelSpec.load(folder)
+    trace = dict(np.load(folder / "trace.npz"))
+    checkpoint = Checkpoint.open(folder)
+    try:
+        n = len(trace["resid_00"])
+        position = np.arange(n)
+        selection: Result | None = None
+        for layer in range(spec.n_layers):
+            kind = spec.index_kinds[layer]
+            dims = Dims(
+                hidden=spec.hidden, n_heads=spec.n_heads, kv_rank=spec.kv_lora_rank, rope=spec.qk_rope, index_kind=kind,
+                index_dim=spec.index_dim or 1, index_topk=spec.index_topk or 1,
+            )  # fmt: skip
+            x = trace[f"resid_{layer:02d}"].astype(np.float32)
+            with Pool(2) as pool:
+                found = run(pool, attn_struct(checkpoint, spec, layer), Cache(dims, "f32", 1, n), x, position,
+                            chunk=chunk, selection=selection)  # fmt: skip
+            if kind == "full":
+                selection = found
+                for t, allowed in enumerate(trace[f"index_sel_{layer:02d}"].astype(bool)):
+                    chosen = np.arange(t + 1) if found.n_selected[t] < 0 else found.selected[t, : found.n_selected[t]]
+                    assert np.array_equal(chosen, np.nonzero(allowed)[0]), (
+                        f"{family} layer {layer}: selection of row {t}"
+                    )
+            after = found.x + ffn(checkpoint, layer, found.hidden.astype(np.float64), trace)
+            error = np.abs(after - trace[f"resid_{layer + 1:02d}"]).max()
+            assert error < BOUND, f"{family} layer {layer}: {error}"
+    finally:
+        checkpoint.close()
