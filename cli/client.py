@@ -77,6 +77,8 @@ class Answer:
 
     def summary(self) -> str:
         """One line for people."""
+        if self.finish_reason is None:
+            return f"stopped before its end; first text after {self.first_token_s:.2f} s, seed {self.seed}"
         after_first = self.total_s - self.first_token_s
         speed = (
             f", {(self.n_generated - 1) / after_first:.1f} tokens/s" if self.n_generated > 1 and after_first > 0 else ""

@@ -44,7 +44,7 @@ _GROUPS: Final[dict[str, tuple[str, str]]] = {
         "gates, sampling and planning in the router",
         "The router is the limit; that is unusual, look at its rows.",
     ),
-    "drafter": ("drafting", "Drafts cost more than they bring here; compare with --draft off."),
+    "drafter": ("the drafter's own layer", "Compare with --draft off."),
     "hops": ("hops between processes", "The layers are too small for the ring: messages cost more than work."),
     "other": ("time nobody named", "Some stage lacks a timer; --trace shows where."),
 }
@@ -303,14 +303,11 @@ def verdict(report: Report) -> str:
     kind = report.kinds.get("decode") or report.all
     if not kind.sum_ns:
         return "Nothing was computed while looking."
+    groups, total = kind.group_ns(), kind.sum_ns
     if kind.kind == "decode" and "draft" in report.kinds:
-        groups = kind.group_ns()
-        for name, ns in report.kinds["draft"].group_ns().items():
-            # Drafting as a whole is one candidate: its experts and waits would not be there without it.
-            groups["drafter"] += ns if name else 0
-        total = kind.sum_ns + report.kinds["draft"].sum_ns
-    else:
-        groups, total = kind.group_ns(), kind.sum_ns
+        draft = report.kinds["draft"]
+        groups = {name: ns + draft.group_ns()[name] for name, ns in groups.items()}
+        total += draft.sum_ns
     name, ns = max(groups.items(), key=lambda item: item[1])
     what, advice = _GROUPS[name]
     when = "decoding" if kind.kind == "decode" else "the time"
@@ -505,10 +502,22 @@ def _format_facts(report: Report) -> list[str]:
         )
     drafted, accepted = facts.counter(ROUTER, "drafts"), facts.counter(ROUTER, "accepted")
     if drafted:
-        lines.append(f"drafts:  {accepted} of {drafted} accepted ({accepted / drafted:.0%})")
+        lines.append(f"drafts:  {accepted} of {drafted} accepted ({accepted / drafted:.0%}){_draft_text(report)}")
     if facts.n_lost:
         lines.append(f"lost:    {facts.n_lost} rows were overwritten before they could be read; totals are too small")
     return lines
+
+
+def _draft_text(report: Report) -> str:
+    """What drafting costs and brings. A step that verifies drafts takes at least as long as one without them, so its time
+    is an upper bound for a token without drafts."""
+    decode, draft = report.kinds.get("decode"), report.kinds.get("draft")
+    if decode is None or draft is None or not decode.n_steps:
+        return ""
+    per_step = decode.wall_ns / decode.n_steps
+    per_token = (decode.wall_ns + draft.wall_ns) / (decode.n_steps + report.facts.counter(ROUTER, "accepted"))
+    share = draft.wall_ns / (decode.wall_ns + draft.wall_ns)
+    return f"; drafting takes {share:.0%} of decoding: {_time(per_token)} a token, without drafts at most {_time(per_step)}"
 
 
 def _time(ns: float) -> str:

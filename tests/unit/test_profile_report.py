@@ -153,6 +153,21 @@ def test_steps_that_overlap_are_not_counted_twice() -> None:
     assert analyse(ring_of(rows)).all.wall_ns == 15 * MS
 
 
+def test_what_drafts_cost_and_bring() -> None:
+    rows = [
+        (ROUTER, Stage.STEP, StepKind.DECODE, 0, 10, 3),
+        (ATTENTION, Stage.ATTENTION, 0, 0, 10),
+        (ROUTER, Stage.STEP, StepKind.DRAFT, 10, 14, 1),
+        (DRAFTER, Stage.DRAFT, -1, 10, 14),
+    ]
+    report = analyse(ring_of(rows), Facts(counters={ROUTER: {"drafts": 2, "accepted": 1}}))
+    (line,) = (line for line in format_report(report) if line.startswith("drafts:"))
+    assert line.endswith(
+        "1 of 2 accepted (50%); drafting takes 29% of decoding: 7.0 ms a token, without drafts at most 10.0 ms"
+    )
+    assert verdict(report).startswith("Bottleneck: attention, dense layers and the head, 71% of decoding.")
+
+
 @pytest.mark.parametrize(
     ("stage", "service", "word"),
     [
