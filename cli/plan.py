@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from deploy.launch import model_dir_of
-from shared.config import Settings, load_settings, parse_bytes
+from shared.config import load_settings, parse_bytes
 from shared.container.format import INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.reader import Container
 from shared.ledger import make_ledger, predict_speed, probe_memory
@@ -16,7 +15,7 @@ from shared.model_spec import ModelSpec
 
 
 @click.command("plan")
-@click.argument("model", required=False, type=click.Path(path_type=Path))
+@click.argument("model", type=click.Path(path_type=Path))
 @click.option("--ram", help='Memory for the whole group, for example "12G". Default: a share of what is available now.')
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="For a checkpoint: as if converted to this.")
 @click.option("--slots", type=click.IntRange(0), help="Expert slots in all.")
@@ -29,16 +28,14 @@ from shared.model_spec import ModelSpec
 @click.option("--memory", type=click.FloatRange(min=0, min_open=True), help="Measured memory bandwidth, GB/s.")
 @click.option("--assume", help="Memory and shared memory to assume instead of what this machine has now.")
 def command(
-    model: Path | None, ram: str | None, precision: str | None, disk: float | None, memory: float | None, assume: str | None,
+    model: Path, ram: str | None, precision: str | None, disk: float | None, memory: float | None, assume: str | None,
     **settings: Any,
 ) -> None:  # fmt: skip
     """Show how the memory would be shared out for MODEL: a container, or a checkpoint that could be converted.
 
-    Without MODEL: for the embedded model.
-
     colibri-up uses the same computation. With --disk and --memory it also shows what decoding can reach at best.
     """
-    spec, facts = _facts(model or model_dir_of(Settings()), precision)
+    spec, facts = _facts(model, precision)
     chosen = load_settings(None, {"ram": ram, **settings})
     probe = probe_memory()
     available, shm, source = probe.available_bytes, probe.shm_bytes, probe.source
