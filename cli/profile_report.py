@@ -27,6 +27,8 @@ from shared.stages import NO_LAYER, Stage, StepKind
 
 HOP: Final = "hop"
 OTHER: Final = "other"
+SLOW_HOP_NS: Final = 150_000
+"""A hop to a sleeping process takes 40 to 50 us on a virtual machine, a third of that on a physical one."""
 WAITS: Final = frozenset({Stage.MIXED_WAIT, Stage.GATE_WAIT, Stage.DRAFT_WAIT})
 """Waiting for another process: says who is next in the chain, never where the time goes."""
 
@@ -314,6 +316,11 @@ def verdict(report: Report) -> str:
     text = f"Bottleneck: {what}, {ns / total:.0%} of {when}."
     if name == "storage" and report.reads.busy_ns:
         text = text[:-1] + f" (reads ran at {report.reads.gb_per_s:.2f} GB/s, {_hit_text(report.facts)})."
+    if name == "hops":
+        median = kind.totals["", HOP].percentile(50) if ("", HOP) in kind.totals else 0.0
+        text = text[:-1] + f" ({_time(median)} each in the middle)."
+        if median > SLOW_HOP_NS:
+            advice = "That is slow for a hop: other work on this machine keeps the processes waiting for a CPU."
     return f"{text} {advice}"
 
 

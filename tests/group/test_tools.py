@@ -128,7 +128,7 @@ def test_a_client_that_leaves_frees_its_place(group: Group) -> None:
         else:
             with pytest.raises(httpx2.ReadTimeout):
                 httpx2.post(f"{group.url}/v1/completions", json=body, timeout=httpx2.Timeout(10, read=0.3))
-        wait_for(lambda b=before: read_all(segment.buf)["router"]["aborted"] == b + 1, "the abort to be counted", 2)
+        wait_for(lambda b=before: read_all(segment.buf)["router"]["aborted"] == b + 1, "the abort to be counted", 5)
         assert group.tokens(PROMPT, 8) == expected
     segment.close()
 

@@ -223,7 +223,7 @@ def test_a_client_that_leaves_is_aborted_at_once(gateway: GatewayProcess, router
         assert not router.aborts
     began = time.monotonic()
     abort = wait_for(lambda: router.aborts, "the abort")[0]
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 2
     assert (abort.request, abort.reason) == (router.submits[0].request, "client_gone")
     assert HTTP.get(gateway.url + "/health").json()["n_open"] == 0
 

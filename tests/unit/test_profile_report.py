@@ -190,6 +190,15 @@ def test_verdict_names_the_largest_share(stage: Stage, service: str, word: str) 
     assert text.startswith("Bottleneck: ")
 
 
+def test_verdict_tells_slow_hops_from_small_layers() -> None:
+    def text(hop_ms: float) -> str:
+        step = [(ROUTER, Stage.PLAN, -1, 0, 0.01), (ATTENTION, Stage.HEAD, -1, 0.01 + hop_ms, 0.02 + hop_ms)]
+        return verdict(analyse(ring_of([(ROUTER, Stage.STEP, StepKind.DECODE, 0, 0.02 + hop_ms, 1), *step])))
+
+    assert "(50 us each in the middle). The layers are too small" in text(0.05)
+    assert "(500 us each in the middle). That is slow for a hop" in text(0.5)
+
+
 def test_bytes_reconcile_with_the_kernel_or_say_so() -> None:
     counters = {EXPERT_IO: {"bytes_demand": 900, "bytes_speculative": 100, "hits": 3, "late_hits": 1, "misses": 4}}
     near = as_json(analyse(ring_of(STEP), Facts(counters=counters, kernel_read_bytes=995)))
