@@ -152,7 +152,7 @@ def test_a_client_that_vanishes_is_aborted_in_both_modes() -> None:
 
 def test_a_router_that_never_comes_back_ends_with_a_named_error() -> None:
     async def main(stream: bool) -> None:
-        exchange = Exchange(chat(stream=stream), limits=Limits(grace_s=0.05, silent_s=0.01))
+        exchange = Exchange(chat(stream=stream), limits=Limits(grace_s=0.05))
         request = await exchange.submitted()
         exchange.engine.hear(RequestAccepted(request, 3, 50), 1)
         await asyncio.sleep(0.1)
