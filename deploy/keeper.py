@@ -1,8 +1,9 @@
 """The process that keeps a group alive: supervisor, plus what must happen when the group ends, however it ends.
 
-``python -m deploy.keeper RUN_DIR`` is started by colibri-up, holds the run's lock through an inherited descriptor, runs
-supervisor in its own process and at last removes segments and sockets. It ends when told to (SIGTERM) and when its
-stdin closes: that is how it learns of colibri-up's death. A line written to stdin before it closes means: go on alone.
+``python -m deploy.keeper RUN_DIR`` is started by colibri-up early, loads its modules while colibri-up plans, and waits for
+``start`` on its stdin. It holds the run's lock through an inherited descriptor, runs supervisor in its own process and at last
+removes segments and sockets. It ends when told to (SIGTERM) and when its stdin closes: that is how it learns of colibri-up's
+death. ``detach`` before the close means: go on alone.
 
 ``processes.json`` in the run directory always says which process serves what; it is the truth about pids.
 """
@@ -25,6 +26,7 @@ from deploy.rundir import PROCESSES_NAME, SUPERVISOR_CONF_NAME, clean_run, write
 from shared.config import FROZEN_NAME, load_frozen
 from shared.segments import add_owner, process_start
 
+START = b"start\n"
 _HAS_PROCESS = (ProcessStates.STARTING, ProcessStates.RUNNING, ProcessStates.STOPPING)
 
 
@@ -114,9 +116,11 @@ class Keeper(Supervisor):  # type: ignore[misc]
 
 def main() -> None:
     run_dir = Path(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.read(0, len(START)) != START:
+        return  # colibri-up found a reason not to start
     run_id = load_frozen(run_dir / FROZEN_NAME).run_id
     add_owner(run_id, os.getpid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         options = ServerOptions()
         options.realize(["-c", str(run_dir / SUPERVISOR_CONF_NAME)], doc=__doc__)

@@ -5,6 +5,7 @@ Used by ``colibri-up`` and by commands that need a group for a while. Knows serv
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 EMBEDDED_MODEL = "fledgling"
 TRACE_ROWS = 1 << 16
 KEEPER_STOP_S = 12.0
+KEEPER_LOG = "keeper.log"
 POLL_S = 0.05
 
 
@@ -158,27 +160,48 @@ def create_segments(plan: Plan) -> None:
         segments.Segment.create(config.run_id, name, n_bytes).close()
 
 
+def spawn_keeper(run_dir: Path, lock_fd: int) -> subprocess.Popen[bytes]:
+    """Starts the keeper, which loads its modules and waits for ``start`` (or ends when its stdin does)."""
+    log_dir = run_dir / "log"
+    log_dir.mkdir(mode=0o700, exist_ok=True)
+    with (log_dir / KEEPER_LOG).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "deploy.keeper", str(run_dir)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C and Ctrl-Z at the terminal are ours
+            pass_fds=(lock_fd,),
+        )
+
+
+def dismiss_keeper(keeper: subprocess.Popen[bytes]) -> None:
+    """Ends a keeper that was not told to start."""
+    assert keeper.stdin is not None
+    keeper.stdin.close()
+    keeper.wait()
+
+
 class GroupProcess:
     """A started group, seen from the process that started it. ``stdin`` of the keeper ties its life to ours."""
 
-    def __init__(self, config: GroupConfig, lock_fd: int) -> None:
+    def __init__(self, config: GroupConfig, keeper: subprocess.Popen[bytes]) -> None:
         from shared.bus import ControlClient
 
         self.config = config
         self.run_dir = Path(config.run_dir)
         self.services = services_of(config)
         self.endpoints = Endpoints(self.run_dir, config.run_id)
-        self._log_path = self.run_dir / "log" / "keeper.log"
-        with self._log_path.open("ab") as log:
-            self.keeper = subprocess.Popen(
-                [sys.executable, "-m", "deploy.keeper", str(self.run_dir)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C and Ctrl-Z at the terminal are ours
-                pass_fds=(lock_fd,),
-            )
+        self.keeper = keeper
+        self._log_path = self.run_dir / "log" / KEEPER_LOG
         self._control = ControlClient(self.endpoints)
+        self._tell_keeper(b"start\n")
+
+    def _tell_keeper(self, line: bytes) -> None:
+        assert self.keeper.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead: ``check`` will say so
+            self.keeper.stdin.write(line)
+            self.keeper.stdin.flush()
 
     def status(self, timeout_s: float = 0.2) -> control.Status | None:
         """The control plane's view, None while there is no router."""
@@ -233,8 +256,8 @@ class GroupProcess:
 
     def detach(self) -> None:
         """The group lives on without us."""
+        self._tell_keeper(b"detach\n")
         assert self.keeper.stdin is not None
-        self.keeper.stdin.write(b"detach\n")
         self.keeper.stdin.close()
         self._control.close(0)
 
@@ -250,8 +273,8 @@ class GroupProcess:
         rundir.clean_run(self.run_dir, self.config.run_id)
 
 
-def start(plan: Plan, lock_fd: int) -> GroupProcess:
-    """Creates segments and files, starts the keeper. Whatever fails, nothing is left behind."""
+def start(plan: Plan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupProcess:
+    """Creates segments and files, tells the keeper to start. Whatever fails, nothing but the keeper is left."""
     from shared.segments import add_owner
 
     config = plan.config
@@ -259,13 +282,12 @@ def start(plan: Plan, lock_fd: int) -> GroupProcess:
     try:
         add_owner(config.run_id, os.getpid())
         create_segments(plan)
-        for directory in (run_dir / "log", Endpoints(run_dir, config.run_id).socket_dir):
-            directory.mkdir(mode=0o700, exist_ok=True)
+        Endpoints(run_dir, config.run_id).socket_dir.mkdir(mode=0o700, exist_ok=True)
         (run_dir / rundir.SUPERVISOR_CONF_NAME).write_text(render(config))
         freeze(config, run_dir / FROZEN_NAME)
         url = f"http://{config.host}:{config.port}"
         rundir.describe_lock(lock_fd, pid=os.getpid(), url=url, run_id=config.run_id)
-        return GroupProcess(config, lock_fd)
+        return GroupProcess(config, keeper)
     except BaseException:
         rundir.clean_run(run_dir, config.run_id)
         raise

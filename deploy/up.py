@@ -131,10 +131,15 @@ def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
     lock_fd = rundir.take_lock(run_dir)
     port = launch.claim_port(settings.host, settings.port)
     rundir.clean_leftovers(run_dir)
-    sweep_dead_runs()
-    plan = launch.make_plan(settings, run_dir, port)
-    _say(_summary(plan))
-    group = launch.start(plan, lock_fd)
+    keeper = launch.spawn_keeper(run_dir, lock_fd)
+    try:
+        sweep_dead_runs()
+        plan = launch.make_plan(settings, run_dir, port)
+        _say(_summary(plan))
+        group = launch.start(plan, lock_fd, keeper)
+    except BaseException:
+        launch.dismiss_keeper(keeper)
+        raise
     try:
         _report_until_ready(group, signals)
         if signals.count:
@@ -156,6 +161,8 @@ def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
             f"running in the background; `colibri-up --stop{_run_dir_hint(settings, run_dir)}` ends it. Logs: {run_dir}/log"
         )
         return EXIT_OK
+    if not _is_loopback(settings.host):
+        _say(f"note: everyone who reaches {settings.host} can use this server: it asks for no key.")
     _say("Ctrl-C stops it.")
     return _keep(group, signals)
 
@@ -217,6 +224,10 @@ def _summary(plan: Any) -> str:
 
 def _size(n_bytes: int) -> str:
     return f"{n_bytes / (1 << 30):.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / (1 << 20):.0f} MiB"
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def _shown_host(host: str) -> str:

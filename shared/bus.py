@@ -102,6 +102,7 @@ class _DataSockets:
         self._decoder = Decoder(receives)
         self._encoder = Encoder(service, incarnation)
         self._known: dict[str, int] = {}
+        self._warned_at = -1.0
         self._last_sequence: dict[str, int] = {}
         self._sequence: dict[str, int] = {}
         self._push: dict[str, Any] = {}
@@ -137,13 +138,20 @@ class _DataSockets:
         """From now on, messages of older incarnations of ``service`` are dropped."""
         self._known[service] = max(incarnation, self._known.get(service, 0))
 
+    def _warn(self, event: str, **fields: object) -> None:
+        """At most one line a second: a flood of bad messages must not become a flood of lines. The counters have all."""
+        now = time.monotonic()
+        if now - self._warned_at >= 1.0:
+            self._warned_at = now
+            self.log.warning(event, **fields)
+
     def accept(self, frame: bytes) -> Received | None:
         """Decodes and checks one frame; None when it was dropped (and counted)."""
         try:
             received, sequence = self._decoder.decode(frame)
         except BadMessage as error:
             self.counters.bad += 1
-            self.log.warning("message_bad", reason=error)
+            self._warn("message_bad", reason=error)
             return None
         sender, incarnation, _ = received
         known = self._known.get(sender, 0)
@@ -155,7 +163,7 @@ class _DataSockets:
             self._last_sequence[sender] = sequence
         elif sequence != self._last_sequence.get(sender, sequence - 1) + 1:
             self.counters.gaps += 1
-            self.log.warning("message_gap", sender=sender, sequence=sequence)
+            self._warn("message_gap", sender=sender, sequence=sequence)
         self._last_sequence[sender] = sequence
         self.counters.received += 1
         return received
