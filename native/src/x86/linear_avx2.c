@@ -28,6 +28,7 @@ CB_INLINE void tile_q4_q8(const int R, const cb_matrix *m, int64_t b, const cb_t
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < ng; g++, w += 512, s += 16) {
+        cb_tile_prefetch(R, w, 512);
 #pragma GCC unroll 1
         for (int half = 0; half < 2; half += H) {
             __m256i lo[4][2], hi[4][2];
@@ -81,6 +82,7 @@ CB_INLINE void tile_q8_q8(const int R, const cb_matrix *m, int64_t b, const cb_t
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < ng; g++, w += 1024) {
+        cb_tile_prefetch(R, w, 1024);
 #pragma GCC unroll 1
         for (int half = 0; half < 2; half += H) {
             __m256i d[4][2];
@@ -197,7 +199,7 @@ CB_INLINE void groups_f32(const int FORMAT, const int G, const int R, const uint
 CB_INLINE void tile_f32(const int FORMAT, const int R, const cb_matrix *m, int64_t b, const cb_tile_rows *rows,
                         float *out)
 {
-    const int G = R == 1 ? 4 : R == 2 ? 2 : 1;
+    const int G = R <= 2 ? 2 : 1; /* four chains at least; more groups at once measured slower */
     const int64_t stride = group_bytes(FORMAT), ng = cb_groups(m->in);
     const bool packed = FORMAT == CB_Q8 || FORMAT == CB_Q4;
     const uint8_t *w = (const uint8_t *)m->weight + (packed ? b * ng * stride : b * m->in * (stride / 64));
@@ -206,8 +208,10 @@ CB_INLINE void tile_f32(const int FORMAT, const int R, const cb_matrix *m, int64
     for (int r = 0; r < R; r++)
         acc[r][0] = acc[r][1] = _mm256_setzero_ps();
     int64_t k = 0;
-    for (; k + 64 * G <= m->in; k += 64 * G, w += stride * G, s += FORMAT == CB_Q4 ? 16 * G : 0)
+    for (; k + 64 * G <= m->in; k += 64 * G, w += stride * G, s += FORMAT == CB_Q4 ? 16 * G : 0) {
+        cb_tile_prefetch(R, w, (int)stride * G);
         groups_f32(FORMAT, G, R, w, s, rows, k, 64, acc);
+    }
     for (; k < m->in; k += 64, w += stride, s += FORMAT == CB_Q4 ? 16 : 0)
         groups_f32(FORMAT, 1, R, w, s, rows, k, (int)CB_MIN(64, m->in - k), acc);
     for (int r = 0; r < R; r++) {

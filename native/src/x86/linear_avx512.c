@@ -21,6 +21,7 @@ CB_INLINE void tile_q4_q8(const int R, const cb_matrix *m, int64_t b, const cb_t
     for (int r = 0; r < R; r++)
         acc[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < ng; g++, w += 512, s += 16) {
+        cb_tile_prefetch(R, w, 512);
         __m512i lo[8], hi[8];
         for (int r = 0; r < R; r++)
             lo[r] = hi[r] = _mm512_setzero_si512();
@@ -57,6 +58,7 @@ CB_INLINE void tile_q8_q8(const int R, const cb_matrix *m, int64_t b, const cb_t
     for (int r = 0; r < R; r++)
         acc[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < ng; g++, w += 1024) {
+        cb_tile_prefetch(R, w, 1024);
         __m512i d[8];
         for (int r = 0; r < R; r++)
             d[r] = zero;
@@ -153,7 +155,7 @@ CB_INLINE void groups_f32(const int FORMAT, const int G, const int R, const uint
 CB_INLINE void tile_f32(const int FORMAT, const int R, const cb_matrix *m, int64_t b, const cb_tile_rows *rows,
                         float *out)
 {
-    const int G = R == 1 ? 8 : R == 2 ? 4 : R <= 4 ? 2 : 1; /* eight chains hide the latency */
+    const int G = R == 1 ? 4 : R <= 4 ? 2 : 1; /* four chains at least */
     const int64_t stride = group_bytes(FORMAT), ng = cb_groups(m->in);
     const bool packed = FORMAT == CB_Q8 || FORMAT == CB_Q4;
     const uint8_t *w = (const uint8_t *)m->weight + (packed ? b * ng * stride : b * m->in * (stride / 64));
@@ -162,8 +164,10 @@ CB_INLINE void tile_f32(const int FORMAT, const int R, const cb_matrix *m, int64
     for (int r = 0; r < R; r++)
         acc[r] = _mm512_setzero_ps();
     int64_t k = 0;
-    for (; k + 64 * G <= m->in; k += 64 * G, w += stride * G, s += FORMAT == CB_Q4 ? 16 * G : 0)
+    for (; k + 64 * G <= m->in; k += 64 * G, w += stride * G, s += FORMAT == CB_Q4 ? 16 * G : 0) {
+        cb_tile_prefetch(R, w, (int)stride * G);
         groups_f32(FORMAT, G, R, w, s, rows, k, 64, acc);
+    }
     for (; k < m->in; k += 64, w += stride, s += FORMAT == CB_Q4 ? 16 : 0)
         groups_f32(FORMAT, 1, R, w, s, rows, k, (int)CB_MIN(64, m->in - k), acc);
     for (int r = 0; r < R; r++) {

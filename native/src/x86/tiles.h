@@ -18,6 +18,17 @@
 #define CB_IN_ORDER(v) __asm__("" : "+v"(v))
 #endif
 
+/* Few rows means decode: weights come from memory once. Asking for the lines BYTES.. beyond w a little ahead of the
+ * hardware's own prefetcher, which stops at page borders, saved between a tenth and a half of the time (Zen 3). Beyond
+ * the matrix it is harmless: a prefetch does not fault. */
+CB_INLINE void cb_tile_prefetch(const int R, const uint8_t *w, const int BYTES)
+{
+    const int AHEAD = CB_MAX(1024, BYTES);
+    if (R <= 2)
+        for (int i = 0; i < BYTES; i += 64)
+            _mm_prefetch((const char *)w + AHEAD + i, _MM_HINT_T0);
+}
+
 /* Sources of up to 8 rows. */
 typedef struct {
     const float *x[8];
