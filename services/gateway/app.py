@@ -28,6 +28,10 @@ from shared.messages.gateway import GroupState, RequestDone
 from shared.messages.router import Submit
 
 MAX_BODY_BYTES: Final = 16 << 20
+MAX_HELD_BYTES: Final = 64 << 20
+"""All bodies that are being read or parsed together: the gateway's memory is bounded whatever clients send."""
+THREAD_BYTES: Final = 64 << 10
+"""Larger bodies are parsed beside the event loop, so that streams of others go on."""
 BODY_TIMEOUT_S: Final = 30.0
 ALIASES: Final = ("colibri", "default")
 """Names that mean "the model that is served here"."""
@@ -53,6 +57,7 @@ class Engine(Protocol):
 def make_app(engine: Engine, log: Log, keep_alive_s: float = stream.KEEP_ALIVE_S) -> Starlette:
     """The ASGI application; ``engine`` is used from the event loop that runs it."""
     born = int(time.time())
+    budget = BodyBudget(MAX_HELD_BYTES)
 
     async def health(request: Request) -> Response:
         return _json(200, _health(engine))
@@ -76,9 +81,15 @@ def make_app(engine: Engine, log: Log, keep_alive_s: float = stream.KEEP_ALIVE_S
     return Starlette(
         routes=[
             Route(
-                "/v1/chat/completions", Generate(engine, log, is_chat=True, keep_alive_s=keep_alive_s), methods=["POST"]
+                "/v1/chat/completions",
+                Generate(engine, log, budget, is_chat=True, keep_alive_s=keep_alive_s),
+                methods=["POST"],
             ),
-            Route("/v1/completions", Generate(engine, log, is_chat=False, keep_alive_s=keep_alive_s), methods=["POST"]),
+            Route(
+                "/v1/completions",
+                Generate(engine, log, budget, is_chat=False, keep_alive_s=keep_alive_s),
+                methods=["POST"],
+            ),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
@@ -88,12 +99,32 @@ def make_app(engine: Engine, log: Log, keep_alive_s: float = stream.KEEP_ALIVE_S
     )
 
 
+class BodyBudget:
+    """Bytes of request bodies in memory, and how many there may be."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+
+    def take(self, n_bytes: int) -> None:
+        """Raises ApiError (429) when it is too much at once."""
+        if self.held_bytes + n_bytes > self.limit_bytes:
+            raise ApiError(
+                429, "the server is taking in too many large requests at once; try again", code="busy", retry_after_s=1
+            )
+        self.held_bytes += n_bytes
+
+    def give(self, n_bytes: int) -> None:
+        self.held_bytes -= n_bytes
+
+
 class Generate:
     """POST /v1/chat/completions and /v1/completions, as one ASGI callable so that the request is always let go of."""
 
-    def __init__(self, engine: Engine, log: Log, *, is_chat: bool, keep_alive_s: float) -> None:
+    def __init__(self, engine: Engine, log: Log, budget: BodyBudget, *, is_chat: bool, keep_alive_s: float) -> None:
         self._engine = engine
         self._log = log
+        self._budget = budget
         self._is_chat = is_chat
         self._keep_alive_s = keep_alive_s
 
@@ -103,14 +134,17 @@ class Generate:
         began = time.monotonic()
         try:
             try:
-                body = await read_body(scope, receive)
+                body = await read_body(scope, receive, self._budget)
             except ApiError as error:
                 # The rest of the body is not read, so the connection can't carry another request.
                 await stream.send_error(send, error, [*headers, (b"connection", b"close")])
                 return
             try:
-                wanted = (parse_chat if self._is_chat else parse_completion)(body, request)
-                del body
+                try:
+                    wanted = await self._parse(body, request)
+                finally:
+                    self._budget.give(len(body))
+                    del body
                 model = self._admit(wanted)
                 if wanted.ignored:
                     headers.append((b"x-ignored-fields", _header_list(wanted.ignored)))
@@ -128,6 +162,12 @@ class Generate:
             )  # fmt: skip
         except ClientGone:
             self._log.info("request_gone", request=request, total_s=time.monotonic() - began)
+
+    async def _parse(self, body: bytes, request: str) -> Wanted:
+        parse = parse_chat if self._is_chat else parse_completion
+        if len(body) <= THREAD_BYTES:
+            return parse(body, request)
+        return await asyncio.to_thread(parse, body, request)
 
     def _admit(self, wanted: Wanted) -> str:
         """The name of the model that will answer. Raises ApiError when nobody can."""
@@ -163,8 +203,8 @@ class Generate:
             self._engine.leave(ticket, "client_gone")
 
 
-async def read_body(scope: Any, receive: Receive) -> bytes:
-    """The request's body. Raises ApiError (400, 408, 413, 415) and ClientGone."""
+async def read_body(scope: Any, receive: Receive, budget: BodyBudget) -> bytes:
+    """The body, taken from ``budget`` (the caller gives it back). Raises ApiError (408, 413, 415, 429) and ClientGone."""
     content_type, length = b"", None
     for name, value in scope["headers"]:
         if name == b"content-type":
@@ -178,22 +218,28 @@ async def read_body(scope: Any, receive: Receive) -> bytes:
         raise _too_large(int(length))
     parts: list[bytes] = []
     n_bytes = 0
+    is_complete = False
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            while True:
+            while not is_complete:
                 event = await receive()
                 if event["type"] == "http.disconnect":
                     raise ClientGone
-                parts.append(event.get("body", b""))
-                n_bytes += len(parts[-1])
-                if n_bytes > MAX_BODY_BYTES:
-                    raise _too_large(n_bytes)
-                if not event.get("more_body", False):
-                    return b"".join(parts)
+                part = event.get("body", b"")
+                if n_bytes + len(part) > MAX_BODY_BYTES:
+                    raise _too_large(n_bytes + len(part))
+                budget.take(len(part))
+                n_bytes += len(part)
+                parts.append(part)
+                is_complete = not event.get("more_body", False)
     except TimeoutError:
         raise ApiError(
             408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s ({n_bytes} bytes came)", code="body_timeout"
         ) from None
+    finally:
+        if not is_complete:
+            budget.give(n_bytes)
+    return b"".join(parts)
 
 
 def _header_list(names: Iterable[str]) -> bytes:

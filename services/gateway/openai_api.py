@@ -255,6 +255,8 @@ _TOKENS_OF_DEPTH = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{\]}]', re.DOTALL)
 def decode_body(body: bytes) -> dict[str, Any]:
     """JSON object in ``body``; nesting beyond MAX_DEPTH is refused before any recursive decoder sees it."""
     depth = 0
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return _decode(body)
     for match in _TOKENS_OF_DEPTH.finditer(body):
         first = body[match.start()]
         if first in b"[{":
@@ -263,6 +265,10 @@ def decode_body(body: bytes) -> dict[str, Any]:
                 raise _invalid(None, f"the JSON body nests deeper than {MAX_DEPTH} levels", "invalid_json")
         elif first in b"]}":
             depth -= 1
+    return _decode(body)
+
+
+def _decode(body: bytes) -> dict[str, Any]:
     try:
         raw = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -23,6 +23,7 @@ from services.gateway.requests import Limits
 from shared.endpoints import GATEWAY, ROUTER
 from shared.errors import ConfigError
 from shared.lifecycle import AsyncService, ServiceContext
+from shared.log import Log
 from shared.messages.base import Msg
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
 
@@ -40,9 +41,11 @@ class GatewayService(AsyncService):
         self._engine: GatewayEngine | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._log: Log | None = None
 
     async def load(self, ctx: ServiceContext) -> dict[str, str]:
         """Binds the port and serves; answers 503 until the router reports the group ready. Raises ConfigError."""
+        self._log = ctx.log
         listener = bind(ctx.config.host, ctx.config.port)
         host, port = listener.getsockname()[:2]
         engine = self._engine = GatewayEngine(
@@ -72,7 +75,10 @@ class GatewayService(AsyncService):
 
     def handle(self, msg: Any, sender: str, incarnation: int) -> None:
         if self._engine is not None and sender == ROUTER:
+            before = self._engine.table.n_resumed
             self._engine.hear(msg, incarnation)
+            if self._engine.table.n_resumed > before and self._log is not None:
+                self._log.info("requests_wait", n=self._engine.table.n_resumed - before, router=incarnation)
 
     def tick(self) -> None:
         assert self._engine is not None

@@ -7,9 +7,13 @@ import json
 import time
 from typing import Any
 
-from services.gateway.app import make_app
+import pytest
+
+from services.gateway.app import BodyBudget, make_app, read_body
 from services.gateway.engine import GatewayEngine
+from services.gateway.openai_api import ApiError
 from services.gateway.requests import Limits
+from services.gateway.stream import ClientGone
 from shared.log import Log
 from shared.messages.base import Msg
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
@@ -78,7 +82,7 @@ class Exchange:
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "x"}], **fields}
+    return {"messages": [{"role": "user", "content": "x"}]} | fields
 
 
 def test_nothing_is_sent_before_the_verdict_then_headers_and_role_at_once() -> None:
@@ -180,5 +184,45 @@ def test_a_full_bus_delays_the_submission_and_loses_nothing() -> None:
         exchange.engine.hear(RequestDone(request, "stop", 3, 1), 1)
         await exchange.task
         assert json.loads(exchange.wire)["choices"][0]["message"]["content"] == "a"
+
+    asyncio.run(main())
+
+
+def test_bodies_share_a_bounded_memory_and_give_it_back() -> None:
+    async def read(budget: BodyBudget, *events: dict[str, Any]) -> bytes:
+        feed = iter(events)
+
+        async def receive() -> dict[str, Any]:
+            return next(feed)
+
+        return await read_body({"headers": []}, receive, budget)
+
+    def part(n: int, more: bool) -> dict[str, Any]:
+        return {"type": "http.request", "body": b"x" * n, "more_body": more}
+
+    async def main() -> None:
+        budget = BodyBudget(100)
+        assert await read(budget, part(40, True), part(30, False)) == b"x" * 70
+        assert budget.held_bytes == 70  # until the caller has parsed it
+        with pytest.raises(ApiError) as caught:
+            await read(budget, part(20, True), part(20, False))
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+        with pytest.raises(ClientGone):
+            await read(budget, part(20, True), {"type": "http.disconnect"})
+        assert budget.held_bytes == 70
+
+    asyncio.run(main())
+
+
+def test_a_large_body_is_parsed_beside_the_loop() -> None:
+    async def main() -> None:
+        exchange = Exchange(chat(messages=[{"role": "user", "content": "y" * 200_000}]))
+        request = await exchange.submitted()
+        exchange.engine.hear(RequestRefused(request, 400, "x", "no"), 1)
+        await exchange.task
+        assert exchange.status == 400
+        bad = Exchange(chat(messages=[{"role": "robot", "content": "y" * 200_000}]))
+        await bad.task
+        assert json.loads(bad.wire)["error"]["param"] == "messages[0].role"
 
     asyncio.run(main())
