@@ -1,0 +1,98 @@
+"""The embedded model through the whole group: words, the same words over every knob, drafts that pay, kills in between."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.counters import read_all
+from shared.model_spec import ModelSpec
+from shared.segments import COUNTERS, Segment
+from tests.group.harness import Group
+
+MODEL = Path(__file__).parents[2] / "models" / "fledgling"
+QUESTION = "Tell me a story about a small bird."
+StartGroup = Callable[..., Group]
+
+
+def chat(group: Group, max_tokens: int = 80, **more: Any) -> str:
+    body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": max_tokens, "temperature": 0} | more
+    answer = group.post("/v1/chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def counters(group: Group) -> dict[str, dict[str, int]]:
+    segment = Segment.attach(group.run_id, COUNTERS, is_readonly=True)
+    try:
+        return read_all(segment.buf)
+    finally:
+        segment.close()
+
+
+def test_it_writes_sentences_and_its_drafts_are_accepted(start_group: StartGroup) -> None:
+    group = start_group(MODEL, draft=1)
+    text = chat(group, 120, ignore_eos=True)
+    words = re.findall(r"[a-z]{2,}", text.lower())
+    assert len(words) > 30 and len(set(words)) > 15, text
+    common = {"the", "a", "and", "was", "to", "he", "she", "it", "said", "in", "of", "little", "small", "bird"}
+    assert sum(word in common for word in words) > len(words) / 5, text
+    assert "." in text
+    router = counters(group)["router"]
+    # Guessing among thousands of entries would be accepted about never.
+    assert router["accepted"] > 0.3 * router["drafts"] > 0, router
+
+
+def test_the_words_do_not_depend_on_any_knob(start_group: StartGroup) -> None:
+    spec = ModelSpec.load(MODEL)
+    n = len(spec.moe_layers) * spec.n_experts
+    texts = {}
+    for title, knobs in {
+        "resident": dict(slots=n, threads=1, pilot="off", draft="off"),
+        "half": dict(slots=n // 2, threads=2, pilot="on", draft=2, prefill_chunk=7),
+        "starved": dict(slots=spec.gate_k + 1, threads=4, pilot="random", draft=1, prefill_chunk=1),
+    }.items():
+        group = start_group(MODEL, **knobs)
+        texts[title] = [chat(group), chat(group, temperature=1, seed=7)]
+        assert group.stop() == 0
+    assert texts["resident"][0] != texts["resident"][1]
+    assert texts["half"] == texts["resident"]
+    assert texts["starved"] == texts["resident"]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_story_survives_the_death_of_every_service(temperature: int, start_group: StartGroup) -> None:
+    """One after the other in one answer: attention, expert_io, drafter, router. The text is that of a calm run."""
+    group = start_group(MODEL, draft=1, slots=40)
+    calm = chat(group, 400, temperature=temperature, seed=3, ignore_eos=True)
+    result: list[str] = []
+    asked = threading.Thread(
+        target=lambda: result.append(chat(group, 400, temperature=temperature, seed=3, ignore_eos=True))
+    )
+    asked.start()
+    for service in ("attention", "expert_io", "drafter", "router"):
+        time.sleep(0.3)
+        if not asked.is_alive():
+            break
+        group.kill(service)
+        group.wait_ready()
+    asked.join()
+    assert result == [calm]
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(start_group: StartGroup) -> None:
+    group = start_group(MODEL, max_context=128)
+    for stream in (False, True):
+        for n in (128, 1000):
+            answer = group.post("/v1/completions", {"prompt": [5] * n, "max_tokens": 4, "stream": stream})
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert str(n) in error["message"] and "128" in error["message"]
+        assert group.tokens([5] * 127, 4), "context - 1 tokens fit"
