@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,27 +114,38 @@ def test_death_of_everything_at_once_is_swept_by_the_next_start(model: Path, run
         assert len(again.tokens(PROMPT, 2)) == 2
 
 
+@pytest.fixture(scope="module")
+def survivor(converted: Callable[[str, str], Path]) -> Iterator[Group]:
+    """One group that loses its services again and again; checked for leftovers after all that."""
+    base = Path(tempfile.mkdtemp(prefix="cbt-"))
+    with Group(converted("glm_moe_dsa", "int8"), base / "run", draft=1) as group:
+        yield group
+    shutil.rmtree(base)
+
+
 @pytest.mark.parametrize("service", ["router", "attention", "expert_io", "drafter", "gateway"])
-def test_killed_service_comes_back(model: Path, start_group: Callable[..., Group], service: str) -> None:
-    group = start_group(model, draft=1)
+def test_killed_service_comes_back(survivor: Group, service: str) -> None:
+    group = survivor
     before = group.tokens(PROMPT, 12)
+    incarnation = service_of(group, service)["incarnation"]
     old_pid = group.kill(service)
     deadline = time.monotonic() + 20
     while True:
-        found = {entry["name"]: entry for entry in group.status()["services"]}[service]
+        found = service_of(group, service)
         if found["state"] == "ready" and found["pid"] != old_pid:
             break
         assert time.monotonic() < deadline, f"{found}\n{group.logs()}"
         time.sleep(0.1)
-    assert found["incarnation"] == 2
+    assert found["incarnation"] == incarnation + 1
     group.wait_ready()
     assert group.tokens(PROMPT, 12) == before
 
 
 @pytest.mark.parametrize("service", ["router", "attention", "expert_io", "drafter"])
-def test_answer_survives_the_death_of_a_service(model: Path, start_group: Callable[..., Group], service: str) -> None:
+def test_answer_survives_the_death_of_a_service(survivor: Group, service: str) -> None:
     """The promise of the design: the stream is delayed, it neither ends nor changes."""
-    group = start_group(model, draft=1)
+    group = survivor
+    group.wait_ready()
     n_tokens = 200
     solo = group.tokens(PROMPT, n_tokens)
     got: list[int] = []
@@ -146,6 +160,10 @@ def test_answer_survives_the_death_of_a_service(model: Path, start_group: Callab
     assert got == solo
     group.wait_ready()
     assert group.tokens(PROMPT, 12) == solo[:12]
+
+
+def service_of(group: Group, name: str) -> dict[str, Any]:
+    return {entry["name"]: entry for entry in group.status()["services"]}[name]
 
 
 def test_stopped_process_is_found_and_replaced(model: Path, start_group: Callable[..., Group]) -> None:
