@@ -10,6 +10,7 @@ death. ``detach`` before the close means: go on alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -59,11 +60,13 @@ class Keeper(Supervisor):  # type: ignore[misc]
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._extra = {self._wake_read: _Descriptor(self._wake_read, self._on_wake), 0: _Descriptor(0, self._on_parent)}
         self._services: dict[str, dict[str, Any]] = {}
+        self._stopped_before: set[int] = set()
 
     def runforever(self) -> None:
         # Python retries an interrupted poll, so without this a signal would wait for the poll's timeout of a second.
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         events.subscribe(events.ProcessStateEvent, self._on_state)
+        events.subscribe(events.Tick5Event, self._on_tick)
         super().runforever()
 
     def get_process_map(self) -> dict[int, Any]:
@@ -93,6 +96,16 @@ class Keeper(Supervisor):  # type: ignore[misc]
                 self._wake_write, b"!"
             )  # the next round of the loop starts it again (or ends): now, not in a second
 
+    def _on_tick(self, _event: events.Tick5Event) -> None:
+        """A service that a signal has stopped for two ticks will not go on by itself. The router watches its peers more
+        closely, but nobody else watches the router."""
+        stopped = {entry["pid"] for entry in self._services.values() if entry["pid"] and _is_stopped(entry["pid"])}
+        for pid in stopped & self._stopped_before:
+            self.options.logger.warn(f"process {pid} is stopped by a signal: killing it, so that it is started again")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._stopped_before = stopped
+
     def add_pids(self) -> None:
         """A pid is known only after the event of its start."""
         is_new = False
@@ -111,7 +124,17 @@ class Keeper(Supervisor):  # type: ignore[misc]
 
     def _write(self) -> None:
         pid = os.getpid()
-        write_json(self._run_dir / PROCESSES_NAME, {"keeper": [pid, process_start(pid)], "services": self._services})
+        with contextlib.suppress(OSError):  # a full disk must not end the group
+            write_json(
+                self._run_dir / PROCESSES_NAME, {"keeper": [pid, process_start(pid)], "services": self._services}
+            )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
 
 
 def main() -> None:

@@ -37,11 +37,15 @@ def prepare(run_dir: Path) -> None:
     """Makes the run directory, for this user alone. Raises ConfigError when that can't be."""
     try:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = run_dir.stat()
+        found, above = run_dir.stat(), run_dir.parent.stat()
     except OSError as error:
         raise ConfigError(f"run directory {run_dir}: {error.strerror}; choose another with --run-dir") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise ConfigError(f"run directory {run_dir} belongs to user {found.st_uid}; choose another with --run-dir")
+    if above.st_uid not in (os.getuid(), 0):
+        raise ConfigError(
+            f"run directory {run_dir} lies in a directory of user {above.st_uid}; choose another with --run-dir"
+        )
     if found.st_mode & 0o022:
         raise ConfigError(
             f"run directory {run_dir} can be written by others; make it private (chmod 700) or choose another"

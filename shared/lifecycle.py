@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from shared.bus import AsyncBus, Bus, ControlClient
 from shared.config import GroupConfig, load_frozen
 from shared.endpoints import Endpoints
-from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ChecksumMismatch, ColibriError, ShortRead
+from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ChecksumMismatch, ColibriError, ConfigError, ShortRead
 from shared.log import Log
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.base import Msg
@@ -283,16 +283,19 @@ def read_last_words(run_dir: Path, service: str) -> tuple[int, str] | None:
 
 
 def next_incarnation(run_dir: Path, service: str) -> int:
-    """1, 2, 3, ... for each start of a service within a run; kept in the run directory."""
+    """1, 2, 3, ... for each start of a service within a run; kept in the run directory. Raises ConfigError."""
     path = run_dir / "incarnation" / service
-    path.parent.mkdir(mode=0o700, exist_ok=True)
     try:
         incarnation = int(path.read_text()) + 1
     except (OSError, ValueError):
         incarnation = 1
-    new = path.with_name(f".{service}")
-    new.write_text(str(incarnation))
-    new.replace(path)
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        new = path.with_name(f".{service}")
+        new.write_text(str(incarnation))
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(f"run directory {run_dir} can't be written: {error.strerror}") from None
     return incarnation
 
 
