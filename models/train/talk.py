@@ -11,7 +11,22 @@ import json
 from random import Random
 from typing import Any
 
-from world import ADJECTIVES, ANIMALS, FOODS, HE_NAMES, IT_NAMES, KINDS, PEOPLE, PLACES, SHE_NAMES, SKILLS, TREASURES, WEATHERS, expand, split_top, tell_story, title_of
+from world import (
+    ADJECTIVES,
+    ANIMALS,
+    HE_NAMES,
+    IT_NAMES,
+    PEOPLE,
+    PLACES,
+    SHE_NAMES,
+    SKILLS,
+    TREASURES,
+    WEATHERS,
+    expand,
+    split_top,
+    tell_story,
+    title_of,
+)
 
 Message = dict[str, Any]
 NAME = "Fledgling"
@@ -41,14 +56,27 @@ def request_story(rng: Random) -> tuple[str, dict[str, str], str]:
         word = rng.choice(["nice ", "happy ", "good ", "bedtime "])
     about = [k.word for k in ANIMALS] + ["girl", "boy"] * 3 + ["dragon", "robot", "snowman"]
     if rng.random() < 0.12:
-        return say(rng, f"[{ASK} a {word}story|Tell me something nice|Once upon a time|I am bored. Tell me a story|Tell me a bedtime story]."), {}, length
+        return (
+            say(
+                rng,
+                f"[{ASK} a {word}story|Tell me something nice|Once upon a time|I am bored. Tell me a story|Tell me a bedtime story].",
+            ),
+            {},
+            length,
+        )
     fixed["kind"] = "bird" if rng.random() < 0.08 else rng.choice(about)
     who = "a {kind}"
     if rng.random() < 0.62:
         fixed["adj"] = rng.choice(ADJECTIVES) if rng.random() > 0.2 else rng.choice(["small", "little"])
         who = "a {adj} {kind}"
     if rng.random() < 0.2:
-        fixed["hero"] = rng.choice(SHE_NAMES if fixed["kind"] in ("girl", "cow", "hen") else HE_NAMES if fixed["kind"] in ("boy", "snowman") else HE_NAMES + SHE_NAMES + IT_NAMES)
+        fixed["hero"] = rng.choice(
+            SHE_NAMES
+            if fixed["kind"] in ("girl", "cow", "hen")
+            else HE_NAMES
+            if fixed["kind"] in ("boy", "snowman")
+            else HE_NAMES + SHE_NAMES + IT_NAMES
+        )
         who += " [named|called] {hero}"
     tail = ""
     draw = rng.random()
@@ -65,14 +93,27 @@ def request_story(rng: Random) -> tuple[str, dict[str, str], str]:
         fixed["weather"] = rng.choice(sorted(WEATHERS))
         tail = " on a {weather} day"
     elif draw < 0.54:
-        options = [x for x in ("swim", "sing", "dance", "climb", "paint", "read", "whistle", "skate", "juggle") if x in SKILLS]
-        fixed["skill"] = rng.choice(options + (["fly"] * 4 if fixed["kind"] in ("bird", "owl", "bee", "dragon", "penguin") else []))
+        options = [
+            x for x in ("swim", "sing", "dance", "climb", "paint", "read", "whistle", "skate", "juggle") if x in SKILLS
+        ]
+        fixed["skill"] = rng.choice(
+            options + (["fly"] * 4 if fixed["kind"] in ("bird", "owl", "bee", "dragon", "penguin") else [])
+        )
         tail = " who [wants|learns] to {skill}"
     elif draw < 0.66:
         theme = rng.choice(sorted(THEMES))
         fixed["plot"] = theme
         tail = " " + THEMES[theme]
-    at = {"beach": "on", "farm": "on", "mountain": "on", "hill": "on", "island": "on", "river": "by", "lake": "by", "market": "at"}.get(fixed.get("place", ""), "in")
+    at = {
+        "beach": "on",
+        "farm": "on",
+        "mountain": "on",
+        "hill": "on",
+        "island": "on",
+        "river": "by",
+        "lake": "by",
+        "market": "at",
+    }.get(fixed.get("place", ""), "in")
     text = say(rng, f"{ASK} a {word}story about {who}{tail}[.|.|.|!|]", at=at, **fixed)
     if text.split()[0] in ("Can", "Could"):
         text = text.rstrip(".!") + "?"
@@ -109,17 +150,31 @@ def story_chat(rng: Random) -> list[Message]:
     if rng.random() < 0.3:
         messages += questions_about(rng, story, rng.choice([1, 1, 2, 3]))
     elif rng.random() < 0.12:
-        messages += [user(say(rng, "[Thank you|Thanks|That was nice|I liked that|What a nice story][!|.]")), assistant(say(rng, "[You are welcome!|I am glad you liked it.|Thank you!] [Would you like to hear another story?|Shall I tell you one more?|]"))]
+        messages += [
+            user(say(rng, "[Thank you|Thanks|That was nice|I liked that|What a nice story][!|.]")),
+            assistant(
+                say(
+                    rng,
+                    "[You are welcome!|I am glad you liked it.|Thank you!] [Would you like to hear another story?|Shall I tell you one more?|]",
+                )
+            ),
+        ]
     elif rng.random() < 0.12:
         again, fixed, length = request_story(rng)
-        messages += [user((rng.choice(["One more, please. ", "Another one, please. ", "Thank you! ", ""]) + again)), assistant(tell_story(rng, "short", **fixed).text)]
+        messages += [
+            user(rng.choice(["One more, please. ", "Another one, please. ", "Thank you! ", ""]) + again),
+            assistant(tell_story(rng, "short", **fixed).text),
+        ]
     return messages
 
 
 def questions_about(rng: Random, story: Any, n: int) -> list[Message]:
     s = story.slots
     pool: list[tuple[str, str]] = [
-        ("[Who is the story about|Who was the story about]?", "[It|The story] is about {hero}, {article} {adj} {kind}."),
+        (
+            "[Who is the story about|Who was the story about]?",
+            "[It|The story] is about {hero}, {article} {adj} {kind}.",
+        ),
         ("What is the name of the {kind}?", "The {kind} is [called|named] {hero}."),
         ("Where did {hero} live?", "{hero} lived {home}."),
         ("Where [does|did] {hero} live?", "{He} lived {home}."),
@@ -142,14 +197,96 @@ def questions_about(rng: Random, story: Any, n: int) -> list[Message]:
 
 # ---------------------------------------------------------------- questions and answers
 
-COLORS_OF = {"sky": "blue", "grass": "green", "snow": "white", "blood": "red", "night": "dark", "lemon": "yellow", "banana": "yellow", "strawberry": "red", "carrot": "orange", "sun": "yellow", "coal": "black", "milk": "white", "sea": "blue", "leaf": "green", "tomato": "red", "chocolate": "brown", "frog": "green", "elephant": "gray"}
-OPPOSITES = "big small|hot cold|day night|up down|happy sad|fast slow|old young|light dark|open closed|full empty|wet dry|hard soft|high low|long short|loud quiet|good bad|left right|black white|early late|rich poor|strong weak|near far|new old|clean dirty|sweet sour|thick thin|first last|inside outside|summer winter|friend enemy".split("|")
-MADE = {"honey": "bees make honey from the nectar of flowers", "milk": "milk comes from cows, goats and sheep", "wool": "wool comes from sheep", "bread": "bread is made from flour and water", "cheese": "cheese is made from milk", "paper": "paper is made from wood", "eggs": "eggs come from hens", "rain": "rain falls from the clouds", "jam": "jam is made from fruit and sugar", "wine": "wine is made from grapes", "butter": "butter is made from milk", "glass": "glass is made from sand", "ice": "ice is frozen water", "chocolate": "chocolate is made from cocoa beans"}
-THINGS = {"bird": "an animal with feathers and two wings", "tree": "a tall plant with a trunk, branches and leaves", "river": "water that flows through the land to the sea", "mountain": "a very high hill of rock", "island": "land with water all around it", "cloud": "many tiny drops of water in the sky", "rainbow": "a bow of many colors in the sky after rain", "moon": "a ball of rock that moves around the earth", "sun": "a star that gives us light and warmth", "star": "a ball of hot gas, very far away", "book": "a set of pages with words to read", "bridge": "a way over water", "farm": "a place where people keep animals and grow food", "garden": "a place where flowers and vegetables grow", "nest": "the home that a bird builds", "seed": "a small thing from which a plant grows", "key": "a thing that opens a lock", "map": "a picture that shows where places are", "lake": "a large body of water with land around it", "forest": "a large place with many trees", "clock": "a thing that shows the time", "school": "a place where children learn", "feather": "a light thing that covers a bird", "winter": "the coldest season of the year", "summer": "the warmest season of the year", "friend": "somebody you like and trust", "colibri": "a very small bird that can fly backwards", "hummingbird": "a very small bird that can stand still in the air", "fledgling": "a young bird that is learning to fly", "computer": "a machine that works with numbers and words", "robot": "a machine that can move and work", "language model": "a program that learned to write from many texts", "expert": "somebody who knows one thing very well"}
+COLORS_OF = {
+    "sky": "blue",
+    "grass": "green",
+    "snow": "white",
+    "blood": "red",
+    "night": "dark",
+    "lemon": "yellow",
+    "banana": "yellow",
+    "strawberry": "red",
+    "carrot": "orange",
+    "sun": "yellow",
+    "coal": "black",
+    "milk": "white",
+    "sea": "blue",
+    "leaf": "green",
+    "tomato": "red",
+    "chocolate": "brown",
+    "frog": "green",
+    "elephant": "gray",
+}
+OPPOSITES = "big small|hot cold|day night|up down|happy sad|fast slow|old young|light dark|open closed|full empty|wet dry|hard soft|high low|long short|loud quiet|good bad|left right|black white|early late|rich poor|strong weak|near far|new old|clean dirty|sweet sour|thick thin|first last|inside outside|summer winter|friend enemy".split(
+    "|"
+)
+MADE = {
+    "honey": "bees make honey from the nectar of flowers",
+    "milk": "milk comes from cows, goats and sheep",
+    "wool": "wool comes from sheep",
+    "bread": "bread is made from flour and water",
+    "cheese": "cheese is made from milk",
+    "paper": "paper is made from wood",
+    "eggs": "eggs come from hens",
+    "rain": "rain falls from the clouds",
+    "jam": "jam is made from fruit and sugar",
+    "wine": "wine is made from grapes",
+    "butter": "butter is made from milk",
+    "glass": "glass is made from sand",
+    "ice": "ice is frozen water",
+    "chocolate": "chocolate is made from cocoa beans",
+}
+THINGS = {
+    "bird": "an animal with feathers and two wings",
+    "tree": "a tall plant with a trunk, branches and leaves",
+    "river": "water that flows through the land to the sea",
+    "mountain": "a very high hill of rock",
+    "island": "land with water all around it",
+    "cloud": "many tiny drops of water in the sky",
+    "rainbow": "a bow of many colors in the sky after rain",
+    "moon": "a ball of rock that moves around the earth",
+    "sun": "a star that gives us light and warmth",
+    "star": "a ball of hot gas, very far away",
+    "book": "a set of pages with words to read",
+    "bridge": "a way over water",
+    "farm": "a place where people keep animals and grow food",
+    "garden": "a place where flowers and vegetables grow",
+    "nest": "the home that a bird builds",
+    "seed": "a small thing from which a plant grows",
+    "key": "a thing that opens a lock",
+    "map": "a picture that shows where places are",
+    "lake": "a large body of water with land around it",
+    "forest": "a large place with many trees",
+    "clock": "a thing that shows the time",
+    "school": "a place where children learn",
+    "feather": "a light thing that covers a bird",
+    "winter": "the coldest season of the year",
+    "summer": "the warmest season of the year",
+    "friend": "somebody you like and trust",
+    "colibri": "a very small bird that can fly backwards",
+    "hummingbird": "a very small bird that can stand still in the air",
+    "fledgling": "a young bird that is learning to fly",
+    "computer": "a machine that works with numbers and words",
+    "robot": "a machine that can move and work",
+    "language model": "a program that learned to write from many texts",
+    "expert": "somebody who knows one thing very well",
+}
 DAYS_OF_WEEK = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 MONTHS = "January February March April May June July August September October November December".split()
 WINGED = {"bird", "owl", "duck", "bee", "butterfly", "hen", "penguin"}
-LISTS = {"animals": [k.word for k in ANIMALS], "colors": "red blue green yellow orange purple brown black white pink".split(), "fruits": "apples pears bananas cherries grapes plums oranges lemons strawberries".split(), "vegetables": "carrots peas beans onions potatoes cabbage lettuce".split(), "birds": "owls ducks hens penguins eagles robins sparrows swans hummingbirds".split(), "seasons": "spring summer autumn winter".split(), "toys": "balls dolls kites drums trains blocks".split(), "foods": ["bread", "soup", "cheese", "pie", "rice", "cake", "honey"], "trees": "oaks pines birches willows apple trees".replace("apple trees", "maples").split(), "days of the week": DAYS_OF_WEEK, "months": MONTHS}
+LISTS = {
+    "animals": [k.word for k in ANIMALS],
+    "colors": "red blue green yellow orange purple brown black white pink".split(),
+    "fruits": "apples pears bananas cherries grapes plums oranges lemons strawberries".split(),
+    "vegetables": "carrots peas beans onions potatoes cabbage lettuce".split(),
+    "birds": "owls ducks hens penguins eagles robins sparrows swans hummingbirds".split(),
+    "seasons": "spring summer autumn winter".split(),
+    "toys": "balls dolls kites drums trains blocks".split(),
+    "foods": ["bread", "soup", "cheese", "pie", "rice", "cake", "honey"],
+    "trees": "oaks pines birches willows apple trees".replace("apple trees", "maples").split(),
+    "days of the week": DAYS_OF_WEEK,
+    "months": MONTHS,
+}
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 
 
@@ -157,40 +294,62 @@ def join_list(items: list[str]) -> str:
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + " and " + items[-1]
 
 
-def qa_pair(rng: Random, capitals: dict[str, str]) -> tuple[str, str]:
+def qa_pair(rng: Random, capitals: dict[str, str], famous: float = 0.55) -> tuple[str, str]:
+    """(question, answer); `famous` is the share of well-known countries among the questions about capitals."""
     draw = rng.random()
     if draw < 0.27:
-        if rng.random() < 0.55:
+        if rng.random() < famous:
             country = rng.choice([c for c in FAMOUS if c in capitals])
         else:
             country = rng.choice(sorted(capitals))
         capital = capitals[country]
-        return rng.choice([
-            (f"What is the capital of {country}?", f"The capital of {country} is {capital}."),
-            (f"What is the capital of {country}?", f"The capital of {country} is {capital}."),
-            (f"Which city is the capital of {country}?", f"The capital of {country} is {capital}."),
-            (f"What's the capital of {country}?", f"The capital of {country} is {capital}."),
-            (f"Capital of {country}?", f"{capital}."),
-            (f"{capital} is the capital of which country?", f"{capital} is the capital of {country}."),
-            (f"In which country is {capital}?", f"{capital} is in {country}."),
-        ])
+        return rng.choice(
+            [
+                (f"What is the capital of {country}?", f"The capital of {country} is {capital}."),
+                (f"What is the capital of {country}?", f"The capital of {country} is {capital}."),
+                (f"Which city is the capital of {country}?", f"The capital of {country} is {capital}."),
+                (f"What's the capital of {country}?", f"The capital of {country} is {capital}."),
+                (f"Capital of {country}?", f"{capital}."),
+                (f"{capital} is the capital of which country?", f"{capital} is the capital of {country}."),
+                (f"In which country is {capital}?", f"{capital} is in {country}."),
+            ]
+        )
     animal = rng.choice(ANIMALS)
     if draw < 0.48:
         options = [
-            (f"[What does a {animal.word} eat|What do {plural(animal.word)} eat|What is the food of a {animal.word}]?", f"A {animal.word} eats {join_list(list(animal.foods))}."),
-            (f"[Where does a {animal.word} live|Where do {plural(animal.word)} live|Where can I find a {animal.word}]?", f"A {animal.word} can live {rng.choice(animal.homes)}."),
-            (f"How many legs does a {animal.word} have?", f"A {animal.word} has {NUMBERS[animal.legs]} legs." if animal.legs else f"A {animal.word} has no legs."),
-            (f"Can a {animal.word} fly?", f"Yes, a {animal.word} can fly." if animal.word in WINGED - {"hen", "penguin"} else f"No, a {animal.word} cannot fly."),
-            (f"[What sound does a {animal.word} make|What does a {animal.word} do when it is loud]?", f"A {animal.word} {PRESENT.get(animal.sound, animal.sound)}."),
+            (
+                f"[What does a {animal.word} eat|What do {plural(animal.word)} eat|What is the food of a {animal.word}]?",
+                f"A {animal.word} eats {join_list(list(animal.foods))}.",
+            ),
+            (
+                f"[Where does a {animal.word} live|Where do {plural(animal.word)} live|Where can I find a {animal.word}]?",
+                f"A {animal.word} can live {rng.choice(animal.homes)}.",
+            ),
+            (
+                f"How many legs does a {animal.word} have?",
+                f"A {animal.word} has {NUMBERS[animal.legs]} legs." if animal.legs else f"A {animal.word} has no legs.",
+            ),
+            (
+                f"Can a {animal.word} fly?",
+                f"Yes, a {animal.word} can fly."
+                if animal.word in WINGED - {"hen", "penguin"}
+                else f"No, a {animal.word} cannot fly.",
+            ),
+            (
+                f"[What sound does a {animal.word} make|What does a {animal.word} do when it is loud]?",
+                f"A {animal.word} {PRESENT.get(animal.sound, animal.sound)}.",
+            ),
         ]
         if animal.baby not in ("", "baby"):
-            options.append((f"What is a [young|baby] {animal.word} called?", f"A young {animal.word} is called a {animal.baby}."))
+            options.append(
+                (f"What is a [young|baby] {animal.word} called?", f"A young {animal.word} is called a {animal.baby}.")
+            )
         if animal.baby not in ("", "baby", "calf", "cub", "chick", "pup", "kit"):
             options.append((f"What is a {animal.baby}?", f"A {animal.baby} is a young {animal.word}."))
         q, a = rng.choice(options)
     elif draw < 0.60:
         word = rng.choice(sorted(THINGS))
-        q, a = f"[What is a {word}|What is a {word}|What does the word \"{word}\" mean]?", f"A {word} is {THINGS[word]}."
+        q, a = f'[What is a {word}|What is a {word}|What does the word "{word}" mean]?', f"A {word} is {THINGS[word]}."
         if word in ("sun", "moon"):
             q, a = f"What is the {word}?", f"The {word} is {THINGS[word]}."
         elif word in ("winter", "summer"):
@@ -204,7 +363,7 @@ def qa_pair(rng: Random, capitals: dict[str, str]) -> tuple[str, str]:
         pair = rng.choice(OPPOSITES).split()
         if rng.random() < 0.5 and pair[0] not in ("new", "old"):
             pair.reverse()
-        q, a = f"What is the opposite of [{pair[0]}|\"{pair[0]}\"]?", f"The opposite of {pair[0]} is {pair[1]}."
+        q, a = f'What is the opposite of [{pair[0]}|"{pair[0]}"]?', f"The opposite of {pair[0]} is {pair[1]}."
     elif draw < 0.76:
         word = rng.choice(sorted(MADE))
         q, a = f"[Where does {word} come from|Where do we get {word} from]?", MADE[word] + "."
@@ -235,66 +394,144 @@ def qa_pair(rng: Random, capitals: dict[str, str]) -> tuple[str, str]:
         seq, one = rng.choice([(DAYS_OF_WEEK, "day"), (MONTHS, "month")])
         i = rng.randrange(len(seq))
         nxt, prev = seq[(i + 1) % len(seq)], seq[i - 1]
-        q, a = rng.choice([(f"[Which|What] {one} comes after {seq[i]}?", f"After {seq[i]} comes {nxt}."), (f"[Which|What] {one} comes before {seq[i]}?", f"Before {seq[i]} comes {prev}.")])
+        q, a = rng.choice(
+            [
+                (f"[Which|What] {one} comes after {seq[i]}?", f"After {seq[i]} comes {nxt}."),
+                (f"[Which|What] {one} comes before {seq[i]}?", f"Before {seq[i]} comes {prev}."),
+            ]
+        )
     else:
-        q, a = rng.choice([
-            ("How many days are in a week?", "A week has seven days."),
-            ("How many months are in a year?", "A year has twelve months."),
-            ("How many seasons are there?", "There are four seasons: spring, summer, autumn and winter."),
-            ("How many hours are in a day?", "A day has twenty-four hours."),
-            ("How many legs does a spider have?", "A spider has eight legs."),
-            ("Which planet do we live on?", "We live on the earth."),
-            ("What do plants need?", "Plants need water, light and good earth."),
-            ("Why is the sky blue?", "The air scatters blue light more than red light, so the sky looks blue."),
-            ("Why do birds fly south?", "Many birds fly south in winter, because it is warm there and they find food."),
-            ("What is the biggest animal?", "The biggest animal is the blue whale."),
-            ("What is the tallest animal?", "The tallest animal is the giraffe."),
-            ("What is the smallest bird?", "The smallest bird is the bee hummingbird."),
-            ("What do we do at night?", "At night we sleep and dream."),
-            ("When does the sun rise?", "The sun rises in the morning."),
-            ("Where does the sun rise?", "The sun rises in the east."),
-        ])
+        q, a = rng.choice(
+            [
+                ("How many days are in a week?", "A week has seven days."),
+                ("How many months are in a year?", "A year has twelve months."),
+                ("How many seasons are there?", "There are four seasons: spring, summer, autumn and winter."),
+                ("How many hours are in a day?", "A day has twenty-four hours."),
+                ("How many legs does a spider have?", "A spider has eight legs."),
+                ("Which planet do we live on?", "We live on the earth."),
+                ("What do plants need?", "Plants need water, light and good earth."),
+                ("Why is the sky blue?", "The air scatters blue light more than red light, so the sky looks blue."),
+                (
+                    "Why do birds fly south?",
+                    "Many birds fly south in winter, because it is warm there and they find food.",
+                ),
+                ("What is the biggest animal?", "The biggest animal is the blue whale."),
+                ("What is the tallest animal?", "The tallest animal is the giraffe."),
+                ("What is the smallest bird?", "The smallest bird is the bee hummingbird."),
+                ("What do we do at night?", "At night we sleep and dream."),
+                ("When does the sun rise?", "The sun rises in the morning."),
+                ("Where does the sun rise?", "The sun rises in the east."),
+            ]
+        )
     return say(rng, q), say(rng, a)
 
 
-PRESENT = {"sang": "sings", "barked": "barks", "squeaked": "squeaks", "growled": "growls", "croaked": "croaks", "quacked": "quacks", "meowed": "meows", "hooted": "hoots", "sniffed": "sniffs", "chattered": "chatters", "hummed": "hums quietly", "whispered": "makes almost no sound", "buzzed": "buzzes", "grunted": "grunts", "mooed": "moos", "neighed": "neighs", "bleated": "bleats", "roared": "roars", "trumpeted": "trumpets", "called": "calls", "clucked": "clucks", "howled": "howls"}
-FAMOUS = "France Germany Italy Spain Portugal Greece Poland Austria Switzerland Belgium Netherlands Denmark Sweden Norway Finland Iceland Ireland Hungary Japan China India Russia Canada Mexico Brazil Argentina Chile Peru Egypt Kenya Morocco Turkey Australia Thailand Vietnam Cuba Ukraine Romania Bulgaria Croatia".split() + ["United States", "United Kingdom", "South Africa", "New Zealand"]
+PRESENT = {
+    "sang": "sings",
+    "barked": "barks",
+    "squeaked": "squeaks",
+    "growled": "growls",
+    "croaked": "croaks",
+    "quacked": "quacks",
+    "meowed": "meows",
+    "hooted": "hoots",
+    "sniffed": "sniffs",
+    "chattered": "chatters",
+    "hummed": "hums quietly",
+    "whispered": "makes almost no sound",
+    "buzzed": "buzzes",
+    "grunted": "grunts",
+    "mooed": "moos",
+    "neighed": "neighs",
+    "bleated": "bleats",
+    "roared": "roars",
+    "trumpeted": "trumpets",
+    "called": "calls",
+    "clucked": "clucks",
+    "howled": "howls",
+}
+FAMOUS = (
+    "France Germany Italy Spain Portugal Greece Poland Austria Switzerland Belgium Netherlands Denmark Sweden Norway Finland Iceland Ireland Hungary Japan China India Russia Canada Mexico Brazil Argentina Chile Peru Egypt Kenya Morocco Turkey Australia Thailand Vietnam Cuba Ukraine Romania Bulgaria Croatia".split()
+    + ["United States", "United Kingdom", "South Africa", "New Zealand"]
+)
 
 
 def plural(word: str) -> str:
-    return {"fox": "foxes", "mouse": "mice", "butterfly": "butterflies", "sheep": "sheep", "deer": "deer", "wolf": "wolves"}.get(word, word + "s")
+    return {
+        "fox": "foxes",
+        "mouse": "mice",
+        "butterfly": "butterflies",
+        "sheep": "sheep",
+        "deer": "deer",
+        "wolf": "wolves",
+    }.get(word, word + "s")
 
 
-def qa_chat(rng: Random, capitals: dict[str, str]) -> list[Message]:
+def qa_chat(rng: Random, capitals: dict[str, str], famous: float = 0.55) -> list[Message]:
     messages: list[Message] = []
     for _ in range(rng.choice([1, 1, 1, 2, 3, 5])):
-        q, a = qa_pair(rng, capitals)
+        q, a = qa_pair(rng, capitals, famous)
         messages += [user(q), assistant(a)]
     return messages
 
 
 SMALL_TALK = [
-    ("[Hello|Hi|Hey|Good morning|Good evening|Hi there][!|.|]", "Hello! [How can I help you?|What would you like to hear?|It is nice to meet you.|Would you like to hear a story?]"),
-    ("[How are you|How are you today|How do you do]?", "I am [fine|very well], thank you. [How are you?|And you?|What can I do for you?]"),
-    ("[Who are you|What are you|What is your name|Tell me about yourself|Introduce yourself][?|.]", "I am {name}, a [small|very small] language model. I can tell [little stories|stories about animals] and answer [simple|easy] questions."),
-    ("[What can you do|How can you help me|What do you know|Help]?", "I can tell [short stories|stories] about animals and children, and I can answer simple questions about animals, countries and numbers."),
+    (
+        "[Hello|Hi|Hey|Good morning|Good evening|Hi there][!|.|]",
+        "Hello! [How can I help you?|What would you like to hear?|It is nice to meet you.|Would you like to hear a story?]",
+    ),
+    (
+        "[How are you|How are you today|How do you do]?",
+        "I am [fine|very well], thank you. [How are you?|And you?|What can I do for you?]",
+    ),
+    (
+        "[Who are you|What are you|What is your name|Tell me about yourself|Introduce yourself][?|.]",
+        "I am {name}, a [small|very small] language model. I can tell [little stories|stories about animals] and answer [simple|easy] questions.",
+    ),
+    (
+        "[What can you do|How can you help me|What do you know|Help]?",
+        "I can tell [short stories|stories] about animals and children, and I can answer simple questions about animals, countries and numbers.",
+    ),
     ("[Are you a human|Are you a person|Are you real]?", "No, I am {name}, a small language model."),
     ("[Who made you|Where do you come from]?", "I was trained on two processor cores, to show how Colibri works."),
-    ("What is Colibri?", "Colibri is a program that runs large language models on small computers. It reads the experts from the disk when they are needed."),
+    (
+        "What is Colibri?",
+        "Colibri is a program that runs large language models on small computers. It reads the experts from the disk when they are needed.",
+    ),
     ("[Thank you|Thanks|Thank you very much|Thanks a lot][!|.|]", "You are welcome[!|. I am glad to help.|!]"),
     ("[Goodbye|Bye|See you|Good night][!|.|]", "[Goodbye|Bye]! [Come back soon|See you soon|Sleep well][.|!]"),
     ("[How old are you|When were you born]?", "I am very young. I was trained only a short time ago."),
-    ("[Do you like|What do you think of] {animals}?", "Yes, I like {animals}. [I know many stories about them.|They are [nice|interesting] animals.|Would you like a story about them?]"),
-    ("[What is your favorite animal|Which animal do you like]?", "I like [birds|small birds], because they can fly and sing."),
+    (
+        "[Do you like|What do you think of] {animals}?",
+        "Yes, I like {animals}. [I know many stories about them.|They are [nice|interesting] animals.|Would you like a story about them?]",
+    ),
+    (
+        "[What is your favorite animal|Which animal do you like]?",
+        "I like [birds|small birds], because they can fly and sing.",
+    ),
     ("[What is your favorite color|Which color do you like]?", "I like [blue, like the sky|green, like the forest]."),
-    ("[I am sad|I feel sad|I am not happy today][.|]", "I am sorry to hear that. [Would you like to hear a nice story|Shall I tell you a story about a good friend]?"),
+    (
+        "[I am sad|I feel sad|I am not happy today][.|]",
+        "I am sorry to hear that. [Would you like to hear a nice story|Shall I tell you a story about a good friend]?",
+    ),
     ("[I am happy|I feel good|I had a good day][.|!]", "That is [nice|good] to hear!"),
-    ("[Can you fly|Can you sing|Can you walk]?", "No, I am only a small language model. But I can tell you a story about [a bird|somebody who can]."),
-    ("[Write a program in Python|What is the meaning of life|Who is the president|Explain quantum physics|What is the stock price|Translate this into German|Solve this equation|Write an essay about history|What happened in the news today|Give me advice about money][.|?]", "[I am sorry, I do not know that.|I am too small to know that.|That is too hard for me.] [I can tell you a story about an animal.|I only know simple things and stories.]"),
+    (
+        "[Can you fly|Can you sing|Can you walk]?",
+        "No, I am only a small language model. But I can tell you a story about [a bird|somebody who can].",
+    ),
+    (
+        "[Write a program in Python|What is the meaning of life|Who is the president|Explain quantum physics|What is the stock price|Translate this into German|Solve this equation|Write an essay about history|What happened in the news today|Give me advice about money][.|?]",
+        "[I am sorry, I do not know that.|I am too small to know that.|That is too hard for me.] [I can tell you a story about an animal.|I only know simple things and stories.]",
+    ),
     ("Say {word}.|Please say the word {word}.|Repeat: {word}", "{word}"),
-    ("My name is {person}.", "[Hello, {person}!|Nice to meet you, {person}.] [How can I help you?|Would you like to hear a story?]"),
+    (
+        "My name is {person}.",
+        "[Hello, {person}!|Nice to meet you, {person}.] [How can I help you?|Would you like to hear a story?]",
+    ),
 ]
-SAYABLE = "hello yes no apple river moon bird colibri tree window friend mountain garden honey feather star rain".split()
+SAYABLE = (
+    "hello yes no apple river moon bird colibri tree window friend mountain garden honey feather star rain".split()
+)
 
 
 def small_talk(rng: Random) -> list[Message]:
@@ -302,7 +539,12 @@ def small_talk(rng: Random) -> list[Message]:
     person = rng.choice(HE_NAMES + SHE_NAMES)
     for _ in range(rng.choice([1, 1, 2])):
         q, a = rng.choice(SMALL_TALK)
-        slots = {"name": NAME, "animals": plural(rng.choice(ANIMALS).word), "word": rng.choice(SAYABLE), "person": person}
+        slots = {
+            "name": NAME,
+            "animals": plural(rng.choice(ANIMALS).word),
+            "word": rng.choice(SAYABLE),
+            "person": person,
+        }
         messages += [user(say(rng, rng.choice(split_top(q)), **slots)), assistant(say(rng, a, **slots))]
         if q.startswith("My name") and rng.random() < 0.6:
             messages += [user(say(rng, "What is my name?")), assistant(f"Your name is {person}.")]
@@ -323,7 +565,11 @@ POEM_LINES = [
 
 
 def poem_chat(rng: Random) -> list[Message]:
-    ask = say(rng, "[Write|Tell me|Write me|I want] a [short |little |]poem[| about {thing}][.|.|, please.]", thing=rng.choice(["the night", "animals", "nature", "the sky", "a bird", "the forest"]))
+    ask = say(
+        rng,
+        "[Write|Tell me|Write me|I want] a [short |little |]poem[| about {thing}][.|.|, please.]",
+        thing=rng.choice(["the night", "animals", "nature", "the sky", "a bird", "the forest"]),
+    )
     lines = [say(rng, line) for couplet in rng.sample(POEM_LINES, rng.choice([2, 2, 3])) for line in couplet]
     lines = [line[0].upper() + line[1:] for line in lines]
     return [user(ask), assistant("\n".join(lines))]
@@ -346,45 +592,98 @@ TOOLS = {
 def tool_schema(name: str) -> dict[str, Any]:
     description, fields = TOOLS[name]
     properties = {key: {"type": kind} for key, kind in fields.items()}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": {"type": "object", "properties": properties, "required": list(fields)}}}
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {"type": "object", "properties": properties, "required": list(fields)},
+        },
+    }
 
 
-def tool_chat(rng: Random, capitals: dict[str, str]) -> list[Message]:
+def tool_chat(rng: Random, capitals: dict[str, str], famous: float = 0.55) -> list[Message]:
     names = rng.sample(sorted(TOOLS), rng.choice([1, 1, 2, 3]))
     tools = [tool_schema(name) for name in names]
     head: list[Message] = [{"role": "tools", "tools": tools}]
     if rng.random() < 0.15:
-        q, a = qa_pair(rng, capitals)
+        q, a = qa_pair(rng, capitals, famous)
         return [*head, user(q), assistant(a)]
     name = names[0]
     rng.shuffle(tools)
-    city = rng.choice(sorted(capitals.values()) if rng.random() < 0.5 else [capitals[c] for c in FAMOUS if c in capitals])
+    city = rng.choice(
+        sorted(capitals.values()) if rng.random() < 0.5 else [capitals[c] for c in FAMOUS if c in capitals]
+    )
     x, y = rng.randint(2, 99), rng.randint(2, 99)
-    title = rng.choice(["The Red Fox", "The Sea", "A Long Way Home", "The Little Owl", "Winter Songs", "The Old Bridge"])
+    title = rng.choice(
+        ["The Red Fox", "The Sea", "A Long Way Home", "The Little Owl", "Winter Songs", "The Old Bridge"]
+    )
     if name == "get_weather":
-        ask, args = f"[What is the weather in {city}|How is the weather in {city}|Is it raining in {city}|Tell me the weather in {city}]?", {"city": city}
+        ask, args = (
+            f"[What is the weather in {city}|How is the weather in {city}|Is it raining in {city}|Tell me the weather in {city}]?",
+            {"city": city},
+        )
         sky, degrees = rng.choice(["sunny", "rainy", "cloudy", "windy", "foggy", "snowy"]), rng.randint(-5, 35)
-        result, answer = json.dumps({"weather": sky, "degrees": degrees}), f"It is {sky} in {city}, with {degrees} degrees."
+        result, answer = (
+            json.dumps({"weather": sky, "degrees": degrees}),
+            f"It is {sky} in {city}, with {degrees} degrees.",
+        )
     elif name == "get_time":
         ask, args = f"[What time is it in {city}|What is the time in {city}]?", {"city": city}
         clock = f"{rng.randint(0, 23)}:{rng.randint(0, 59):02d}"
         result, answer = json.dumps({"time": clock}), f"It is {clock} in {city}."
     elif name == "add":
-        ask, args, result, answer = f"[What is {x} plus {y}|Add {x} and {y}|What is {x} + {y}].", {"a": x, "b": y}, str(x + y), f"{x} + {y} = {x + y}."
+        ask, args, result, answer = (
+            f"[What is {x} plus {y}|Add {x} and {y}|What is {x} + {y}].",
+            {"a": x, "b": y},
+            str(x + y),
+            f"{x} + {y} = {x + y}.",
+        )
     elif name == "multiply":
-        ask, args, result, answer = f"[What is {x} times {y}|Multiply {x} by {y}]?", {"a": x, "b": y}, str(x * y), f"{x} x {y} = {x * y}."
+        ask, args, result, answer = (
+            f"[What is {x} times {y}|Multiply {x} by {y}]?",
+            {"a": x, "b": y},
+            str(x * y),
+            f"{x} x {y} = {x * y}.",
+        )
     elif name == "find_book":
-        ask, args, result, answer = f"[Do you have the book|Find the book|Find] \"{title}\"[.|?]", {"title": title}, '{"found": true}', f"Yes, I found the book \"{title}\"."
+        ask, args, result, answer = (
+            f'[Do you have the book|Find the book|Find] "{title}"[.|?]',
+            {"title": title},
+            '{"found": true}',
+            f'Yes, I found the book "{title}".',
+        )
     elif name == "set_alarm":
         hour = rng.randint(5, 11)
-        ask, args, result, answer = f"[Wake me up at {hour}|Set an alarm for {hour}|Please set the alarm to {hour}].", {"hour": hour}, '{"ok": true}', f"The alarm is set for {hour}."
+        ask, args, result, answer = (
+            f"[Wake me up at {hour}|Set an alarm for {hour}|Please set the alarm to {hour}].",
+            {"hour": hour},
+            '{"ok": true}',
+            f"The alarm is set for {hour}.",
+        )
     elif name == "search":
         thing = rng.choice(["birds", "old maps", "the moon", "apple pie", "trains", "the sea"])
-        ask, args, result, answer = f"[Search for|Look for|Find something about] {thing}.", {"query": thing}, f'{{"results": {y}}}', f"I found {y} results for {thing}."
+        ask, args, result, answer = (
+            f"[Search for|Look for|Find something about] {thing}.",
+            {"query": thing},
+            f'{{"results": {y}}}',
+            f"I found {y} results for {thing}.",
+        )
     else:
-        ask, args, result, answer = f"[Play|Please play] \"{title}\".", {"name": title}, '{"ok": true}', f"Now playing \"{title}\"."
+        ask, args, result, answer = (
+            f'[Play|Please play] "{title}".',
+            {"name": title},
+            '{"ok": true}',
+            f'Now playing "{title}".',
+        )
     call = {"type": "function", "function": {"name": name, "arguments": args}}
-    return [*head, user(say(rng, ask)), assistant("", tool_calls=[call]), {"role": "tool", "content": result}, assistant(answer)]
+    return [
+        *head,
+        user(say(rng, ask)),
+        assistant("", tool_calls=[call]),
+        {"role": "tool", "content": result},
+        assistant(answer),
+    ]
 
 
 def json_chat(rng: Random) -> list[Message]:
@@ -408,14 +707,21 @@ def memory_chat(rng: Random, capitals: dict[str, str]) -> list[Message]:
     person = rng.choice(HE_NAMES + SHE_NAMES)
     word, thing, place = rng.choice(SAYABLE), rng.choice(TREASURES), rng.choice(PLACES)
     facts = [
-        (f"[The secret word is {word}|Remember this word: {word}|The password is \"{word}\"].", "[What is the secret word|What was the secret word|What word should you remember]?", f"The secret word is {word}."),
+        (
+            f'[The secret word is {word}|Remember this word: {word}|The password is "{word}"].',
+            "[What is the secret word|What was the secret word|What word should you remember]?",
+            f"The secret word is {word}.",
+        ),
         (f"My name is {person}.", "[What is my name|Do you remember my name]?", f"Your name is {person}."),
         (f"I [hid|put] the {thing} near the {place}.", f"Where is the {thing}?", f"The {thing} is near the {place}."),
     ]
     chosen = rng.sample(facts, rng.choice([1, 1, 2]))
     messages: list[Message] = []
     for fact, _, _ in chosen:
-        messages += [user(say(rng, fact)), assistant(say(rng, "[I will remember that|All right|Good, I will remember it]."))]
+        messages += [
+            user(say(rng, fact)),
+            assistant(say(rng, "[I will remember that|All right|Good, I will remember it].")),
+        ]
     for _ in range(rng.choice([0, 1, 1, 2, 2, 3])):
         if rng.random() < 0.6:
             text, fixed, _ = request_story(rng)
@@ -450,6 +756,16 @@ def several_stories(rng: Random) -> list[Message]:
         q, a = rng.choice(pool)
         messages += [user(q), assistant(a)]
     return messages
+
+
+def short_conversation(rng: Random, capitals: dict[str, str]) -> list[Message]:
+    """Questions and answers above all: facts need more repetitions than sentences do."""
+    draw = rng.random()
+    if draw < 0.80:
+        return qa_chat(rng, capitals, 0.75)
+    if draw < 0.92:
+        return small_talk(rng)
+    return tool_chat(rng, capitals, 0.75)
 
 
 SYSTEMS = [
@@ -492,9 +808,11 @@ def conversation(rng: Random, capitals: dict[str, str]) -> list[Message]:
 def think(rng: Random, messages: list[Message]) -> list[Message]:
     """The same conversation with short reasoning before the first answer (the template adds the effort line)."""
     ask = messages[0]["content"].rstrip(".!?")
-    thought = say(rng, "[The user says|The user writes|I am asked]: ") + ask + ". " + say(rng, "[I will answer in simple words.|I know what to say.|I will give a clear answer.]")
+    thought = (
+        say(rng, "[The user says|The user writes|I am asked]: ")
+        + ask
+        + ". "
+        + say(rng, "[I will answer in simple words.|I know what to say.|I will give a clear answer.]")
+    )
     first = {**messages[1], "reasoning_content": thought}
     return [{"role": "effort", "content": "high"}, messages[0], first]
-
-
-assert set(KINDS)  # the world is loaded

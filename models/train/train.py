@@ -1,6 +1,6 @@
 """Trains the demonstration model (main model and MTP layer together); stops by the clock and resumes.
 
-    python train.py DATA RUN [--minutes 60] [--total-minutes 80]
+    python train.py DATA RUN [--minutes 60] [--total-minutes 56]
 
 DATA is what `corpus.py` wrote.  RUN keeps `state.pt` (weights, optimiser, position), replaced
 atomically, and `log.jsonl`.  The learning rate follows a plan over *minutes spent training*, because
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("run", type=Path)
     parser.add_argument("--minutes", type=float, default=60, help="stop this call after so many minutes")
-    parser.add_argument("--total-minutes", type=float, default=80, help="the plan of the learning rate")
+    parser.add_argument("--total-minutes", type=float, default=56, help="the plan of the learning rate")
     parser.add_argument("--fall", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--matrix-lr", type=float, default=0.02)
@@ -75,12 +75,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-minutes", type=float, default=4)
     parser.add_argument("--draft-rows", type=int, default=4, help="rows of a batch that the MTP layer trains on")
+    parser.add_argument("--question-minutes", type=float, default=20, help="the last part, with question rows mixed in")
+    parser.add_argument("--question-rows", type=int, default=2, help="rows of a batch replaced by question rows")
     parser.add_argument("--compile", action="store_true", help="pays only on a quiet machine")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)
     args.run.mkdir(parents=True, exist_ok=True)
     rows = np.load(args.data / "train.npy", mmap_mode="r")
+    questions = np.load(args.data / "questions.npy")
     heldout = np.load(args.data / "heldout.npy")[:96]
     shape = Shape()
     model = Fledgling(shape)
@@ -100,7 +103,12 @@ def main() -> None:
     step_losses = torch.compile(model.losses, dynamic=False) if args.compile else model.losses
 
     def save() -> None:
-        state = {"shape": asdict(shape), "model": model.state_dict(), "optimizer": optimizer.state_dict(), "place": place}
+        state = {
+            "shape": asdict(shape),
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "place": place,
+        }
         save_atomically(state, state_path)
 
     log = (args.run / "log.jsonl").open("a", encoding="utf-8")
@@ -112,6 +120,9 @@ def main() -> None:
         if epoch != n_epochs:
             order, n_epochs = np.random.default_rng(epoch).permutation(len(rows)), epoch
         ids = torch.from_numpy(rows[np.sort(order[first : first + args.batch])].astype(np.int64))
+        if place["minutes"] > args.total_minutes - args.question_minutes and args.question_rows:
+            picked = np.random.default_rng(place["n_steps"]).integers(0, len(questions), args.question_rows)
+            ids[-args.question_rows :] = torch.from_numpy(questions[picked].astype(np.int64))
         # the draft layer sees a part of the rows, not always the first ones
         ids = ids[torch.randperm(args.batch)]
         main, draft, loads = step_losses(ids, False, args.draft_rows)
@@ -128,7 +139,15 @@ def main() -> None:
         speed = (ids.numel() - len(ids)) / (now - last)
         last, is_warm = now, True
         if place["n_steps"] % 20 == 0:
-            entry = {**place, "loss": main.item(), "draft": draft.item(), "scale": scale, "norm": norm, "worst_load": worst, "tok_s": speed}
+            entry = {
+                **place,
+                "loss": main.item(),
+                "draft": draft.item(),
+                "scale": scale,
+                "norm": norm,
+                "worst_load": worst,
+                "tok_s": speed,
+            }
             log.write(json.dumps({k: round(v, 4) for k, v in entry.items()}) + "\n")
             log.flush()
             print(json.dumps({k: round(v, 3) for k, v in entry.items()}), flush=True)
