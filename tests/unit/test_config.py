@@ -97,3 +97,12 @@ def test_frozen_configuration_of_another_version_is_refused(tmp_path: Path) -> N
         load_frozen(path)
     with pytest.raises(ConfigError, match="still running"):
         load_frozen(tmp_path / "absent.json")
+
+
+def test_default_file_names_every_setting_with_its_default(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "deploy" / "colibri.toml").read_text()
+    lines = [line.removeprefix("# ") for line in text.splitlines() if " = " in line]
+    path = write(tmp_path / "all.toml", "\n".join(lines))
+    assert load_settings(path) == Settings()
+    names = {line.split(" = ")[0] for line in lines}
+    assert names == {name.replace("ram_bytes", "ram") for name in Settings.__struct_fields__}
