@@ -174,7 +174,7 @@ def _report_until_ready(group: Any, signals: _Signals) -> None:
             return
         for service in status.services if status else ():
             words = service.state + (f": {service.stage}" if service.stage else "")
-            if service.state != "absent" and said.get(service.service) != words:
+            if words not in ("absent", "starting") and said.get(service.service) != words:
                 said[service.service] = words
                 _say(f"  {service.service:10} {words}")
 
