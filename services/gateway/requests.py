@@ -54,8 +54,6 @@ class Entry:
     since: float
     """When it began to wait for a router."""
     state: EntryState = EntryState.WAITING
-    incarnation: int = 0
-    """Of the router it was submitted to."""
     is_accepted: bool = False
     """The client knows that its request runs; a refusal is no longer possible, only an error."""
     n_prompt: int = 0
@@ -149,7 +147,7 @@ class RequestTable:
             entry = self.entries.get(msg.request)
             if entry is None:
                 return out + self._unknown(msg, now)
-            if entry.incarnation == incarnation and entry.state is not EntryState.WAITING:
+            if entry.state is not EntryState.WAITING:
                 return out + self._advance(entry, msg, now)
         return out
 
@@ -211,7 +209,6 @@ class RequestTable:
 
     def _submit(self, entry: Entry, now: float) -> list[Instruction]:
         entry.state = EntryState.SENT
-        entry.incarnation = self.router
         submit = entry.submit
         if entry.tokens or entry.n_chars:
             submit = msgspec.structs.replace(submit, resume_ids=tuple(entry.tokens), resume_chars=entry.n_chars)
