@@ -58,7 +58,6 @@ class Entry:
     """The client knows that its request runs; a refusal is no longer possible, only an error."""
     n_prompt: int = 0
     tokens: list[int] = field(default_factory=list)
-    n_chars: int = 0
     n_resumes: int = 0
     not_before: float = 0.0
 
@@ -210,8 +209,8 @@ class RequestTable:
     def _submit(self, entry: Entry, now: float) -> list[Instruction]:
         entry.state = EntryState.SENT
         submit = entry.submit
-        if entry.tokens or entry.n_chars:
-            submit = msgspec.structs.replace(submit, resume_ids=tuple(entry.tokens), resume_chars=entry.n_chars)
+        if entry.tokens:
+            submit = msgspec.structs.replace(submit, resume_ids=tuple(entry.tokens))
         return [Tell(submit)]
 
     def _advance(self, entry: Entry, msg: RequestEvent, now: float) -> list[Instruction]:
@@ -232,7 +231,6 @@ class RequestTable:
                     f"token {len(entry.tokens)} was expected next, {msg.index} came; the answer is incomplete",
                 )
             entry.tokens.extend(msg.tokens)
-            entry.n_chars += len(msg.text)
             return [Give(request, msg)]
         if isinstance(msg, RequestDone):
             del self.entries[request]

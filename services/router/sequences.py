@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 REPLACEMENT = "\ufffd"
+NO_DRAFTS = -1
+"""In ``n_mtp``: the drafter's cache has a gap, or there is no drafter; this sequence goes on without drafts."""
 
 
 class TextStream:

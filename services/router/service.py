@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from native.library import Pool, dispatch_text
 from native.sampling import log_softmax, sample, uniform
 from services.router.control import ControlPlane
 from services.router.gates import GateSet
+from services.router.intake import Intake
 from services.router.recording import LogitRecorder
 from services.router.scheduler import Advance, Plan, Scheduler
-from services.router.sequences import SamplingParams, Sequence, TextStream
+from services.router.sequences import NO_DRAFTS, Sequence
 from services.router.tokenizer import ModelTokenizer
 from shared.container.reader import Container
 from shared.counters import Counters
@@ -54,7 +54,6 @@ class StepInFlight:
     plan: Plan
     drafting: list[Sequence]
     start_ns: int
-    is_sent: bool = False
 
 
 class RouterService(Service):
@@ -80,6 +79,7 @@ class RouterService(Service):
         ctx.set_stage("load gates")
         self._gates = GateSet(container, self._pool, config.pilot)
         self._tokenizer = ModelTokenizer(model_dir) if ModelTokenizer.exists(model_dir) else None
+        self._intake = Intake(spec, self._tokenizer, config.max_context, is_drafting=config.n_drafts > 0)
         self._frames_segment = Segment.attach(config.run_id, "frames")
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
         self._trace_segment = Segment.attach(config.run_id, "trace")
@@ -108,7 +108,8 @@ class RouterService(Service):
         }
 
     def tick(self) -> None:
-        self._flush()
+        if self._recorder:
+            self._recorder.flush()
 
     def is_idle(self) -> bool:
         return self._scheduler.is_idle
@@ -146,7 +147,7 @@ class RouterService(Service):
         if flight and flight.frame == DRAFT_FRAME and not (is_ready and drafter_ready):
             # A draft is only a guess: go on without it. The drafter's cache has a gap now.
             for span in flight.plan.spans:
-                span.sequence.n_mtp = -1
+                span.sequence.n_mtp = NO_DRAFTS
             self._end_flight()
         if is_ready and not was_ready and self._flight:
             self._ctx.log.info("step_replay", step=self._flight.step, rows=self._flight.plan.n_rows)
@@ -186,7 +187,14 @@ class RouterService(Service):
 
     def _on_submit(self, msg: Submit) -> None:
         try:
-            sequence = self._accept(msg)
+            if self._is_draining:
+                raise Refused("The server is shutting down; try again later.", status=503, code="shutting_down")
+            if self._scheduler.find(msg.request):
+                raise Refused(f"Request id {msg.request} is in use.", status=409, code="duplicate_request")
+            if self._scheduler.is_full:
+                raise Refused(f"{MAX_WAITING} requests are waiting already; try again later.", status=429,
+                              code="queue_full")  # fmt: skip
+            sequence = self._intake.accept(msg)
         except Refused as refusal:
             self._counters.add("refused", 1)
             self._bus.post("gateway", RequestRefused(
@@ -203,53 +211,6 @@ class RouterService(Service):
             return
         self._scheduler.submit(sequence)
         self._pump()
-
-    def _accept(self, msg: Submit) -> Sequence:
-        if self._is_draining:
-            raise Refused("The server is shutting down; try again later.", status=503, code="shutting_down")
-        if self._scheduler.find(msg.request):
-            raise Refused(f"Request id {msg.request} is in use.", status=409, code="duplicate_request")
-        if self._scheduler.is_full:
-            raise Refused(f"{MAX_WAITING} requests are waiting already; try again later.", status=429, code="queue_full")
-        prompt = self._prompt_ids(msg)
-        if prompt and max(prompt) >= self._spec.vocab:
-            raise Refused(f"Token id {max(prompt)} is outside the vocabulary of {self._spec.vocab} entries.", status=400,
-                          code="invalid_token", param="messages" if msg.messages_json else "prompt")  # fmt: skip
-        limit = self._config.max_context
-        if not prompt:
-            raise Refused("The prompt is empty: at least one token is needed.", status=400, code="empty_prompt",
-                          param="prompt")  # fmt: skip
-        if len(prompt) >= limit:
-            raise Refused(
-                f"The prompt has {len(prompt)} tokens; with one token to generate, at most {limit - 1} fit the context "
-                f"of {limit}. Shorten the prompt or start with a larger --max-context.",
-                status=400, code="context_length_exceeded", param="messages" if msg.messages_json else "prompt",
-            )  # fmt: skip
-        max_tokens = min(msg.max_tokens if msg.max_tokens is not None else limit, limit - len(prompt))
-        decode = self._tokenizer.decode if self._tokenizer else None
-        sequence = Sequence(
-            request=msg.request, n_prompt=len(prompt), tokens=prompt, max_tokens=max_tokens,
-            sampling=SamplingParams(msg.sampling.temperature, msg.sampling.top_p, msg.sampling.seed),
-            text=TextStream(decode, msg.stop),
-            eos_ids=frozenset() if msg.ignore_eos else frozenset(self._spec.eos_ids),
-            n_logprobs=msg.n_logprobs,
-        )  # fmt: skip
-        if not self._config.n_drafts:
-            sequence.n_mtp = -1
-        for token in msg.resume_ids[:max_tokens]:
-            sequence.append(token)
-        return sequence
-
-    def _prompt_ids(self, msg: Submit) -> list[int]:
-        if msg.prompt_ids is not None:
-            return list(msg.prompt_ids)
-        if self._tokenizer is None:
-            raise Refused("This model has no tokenizer; send the prompt as token ids to /v1/completions.", status=400,
-                          code="no_tokenizer", param="prompt")  # fmt: skip
-        if msg.messages_json is not None:
-            kwargs = msgspec.json.decode(msg.template_kwargs_json) if msg.template_kwargs_json else {}
-            return self._tokenizer.encode_chat(msgspec.json.decode(msg.messages_json), kwargs)
-        return self._tokenizer.encode(msg.prompt or "")
 
     def _on_abort(self, msg: Abort) -> None:
         sequence = self._scheduler.find(msg.request)
@@ -274,7 +235,7 @@ class RouterService(Service):
         self._ctx.log.info("layer_failed", step=msg.step, layer=msg.layer, row=msg.row, code=msg.code, text=msg.message)
         if flight.frame == DRAFT_FRAME:
             for span in flight.plan.spans:
-                span.sequence.n_mtp = -1
+                span.sequence.n_mtp = NO_DRAFTS
             self._end_flight()
             self._pump()
             return
@@ -457,7 +418,7 @@ class RouterService(Service):
             if sequence.finish_reason or sequence.error or not advance.n_kept_rows:
                 continue
             if not self._is_drafter_ready or sequence.n_mtp != advance.span.position:
-                sequence.n_mtp = -1  # a gap: its drafts would be guesses from nothing
+                sequence.n_mtp = NO_DRAFTS  # a gap: its drafts would be guesses from nothing
                 continue
             rows.append((advance, sequence))
         if not rows:
@@ -510,7 +471,3 @@ class RouterService(Service):
         for idx, service in enumerate(SERVICES):
             rows = frame.stage_rows(service)
             self._trace.append(idx, rows[(rows["step"] >= flight.step) & (rows["step"] < flight.step + flight.n_steps)])
-
-    def _flush(self) -> None:
-        if self._recorder:
-            self._recorder.flush()

@@ -18,7 +18,7 @@ class Submit(Msg, tag="submit", frozen=True, array_like=True, gc=False):
 
     Exactly one of ``messages_json`` (chat, rendered by the checkpoint's template), ``prompt`` (text) and ``prompt_ids``
     is set. ``resume_ids`` are tokens already delivered: after the loss of a router the gateway submits again and the
-    answer goes on behind them. ``resume_chars`` says how much text of them was delivered.
+    answer goes on behind them. Their text was delivered with them.
     """
 
     request: str
@@ -31,7 +31,6 @@ class Submit(Msg, tag="submit", frozen=True, array_like=True, gc=False):
     ignore_eos: bool = False
     n_logprobs: int | None = None
     resume_ids: tuple[TokenId, ...] = ()
-    resume_chars: int = 0
     template_kwargs_json: bytes | None = None
     want_prompt_ids: bool = False
 

@@ -40,7 +40,7 @@ def test_a_new_router_goes_on_behind_the_delivered_tokens() -> None:
     assert table.hear(STARTING, 2, 1.0) == []
     assert not table.is_ready(1.0)
     assert table.hear(TokenOut("r", 2, (7,), "late"), 1, 1.1) == [], "the dead router must not be listened to"
-    assert table.hear(READY, 2, 2.0) == [Tell(Submit("r", Sampling(), prompt="x", resume_ids=(5, 6), resume_chars=2))]
+    assert table.hear(READY, 2, 2.0) == [Tell(Submit("r", Sampling(), prompt="x", resume_ids=(5, 6)))]
     assert table.hear(TokenOut("r", 2, (7,), "late"), 1, 2.05) == [], "still dead"
     table.hear(STARTING, 1, 2.06)
     assert table.is_ready(2.07), "what the dead one says of the group is void too"

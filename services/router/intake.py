@@ -1,0 +1,71 @@
+"""From a request to a sequence: the prompt's ids, the limits, what is refused and why. No sockets, no arrays."""
+
+from __future__ import annotations
+
+import msgspec
+
+from services.router.sequences import NO_DRAFTS, SamplingParams, Sequence, TextStream
+from services.router.tokenizer import ModelTokenizer
+from shared.errors import Refused
+from shared.messages.router import Submit
+from shared.model_spec import ModelSpec
+
+
+class Intake:
+    """Turns Submit messages into sequences. ``max_context``: tokens per sequence, prompt and answer together."""
+
+    def __init__(
+        self, spec: ModelSpec, tokenizer: ModelTokenizer | None, max_context: int, *, is_drafting: bool
+    ) -> None:
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._max_context = max_context
+        self._is_drafting = is_drafting
+
+    def accept(self, msg: Submit) -> Sequence:
+        """The sequence, tokens of an earlier router's answer (``resume_ids``) included. Raises Refused."""
+        prompt = self._prompt_ids(msg)
+        param = "messages" if msg.messages_json is not None else "prompt"
+        limit, vocab = self._max_context, self._spec.vocab
+        if not prompt:
+            raise Refused("The prompt is empty: at least one token is needed.", code="empty_prompt", param=param)
+        if max(prompt) >= vocab:
+            raise Refused(
+                f"Token id {max(prompt)} is outside the vocabulary of {vocab} entries.", code="invalid_token", param=param
+            )
+        if len(prompt) >= limit:
+            raise Refused(
+                f"The prompt has {len(prompt)} tokens; with one token to generate, at most {limit - 1} fit the context "
+                f"of {limit}. Shorten the prompt or start with a larger --max-context.",
+                code="context_length_exceeded",
+                param=param,
+            )
+        room = limit - len(prompt)
+        sequence = Sequence(
+            request=msg.request,
+            n_prompt=len(prompt),
+            tokens=prompt,
+            max_tokens=room if msg.max_tokens is None else min(msg.max_tokens, room),
+            sampling=SamplingParams(msg.sampling.temperature, msg.sampling.top_p, msg.sampling.seed),
+            text=TextStream(self._tokenizer.decode if self._tokenizer else None, msg.stop),
+            eos_ids=frozenset() if msg.ignore_eos else frozenset(self._spec.eos_ids),
+            n_logprobs=msg.n_logprobs,
+            n_mtp=0 if self._is_drafting else NO_DRAFTS,
+        )
+        for token in msg.resume_ids[: sequence.max_tokens]:
+            sequence.append(token)  # its text was delivered with it
+        return sequence
+
+    def _prompt_ids(self, msg: Submit) -> list[int]:
+        if msg.prompt_ids is not None:
+            return list(msg.prompt_ids)
+        if self._tokenizer is None:
+            raise Refused(
+                "This model has no tokenizer; send the prompt as token ids to /v1/completions.",
+                code="no_tokenizer",
+                param="prompt",
+            )
+        if msg.messages_json is not None:
+            kwargs = msgspec.json.decode(msg.template_kwargs_json) if msg.template_kwargs_json else {}
+            return self._tokenizer.encode_chat(msgspec.json.decode(msg.messages_json), kwargs)
+        return self._tokenizer.encode(msg.prompt or "")
