@@ -3,6 +3,8 @@
  * Four 64-bit lanes each take 8 bytes of every 32-byte stripe; the lanes are folded into one value and the last
  * 0..31 bytes are mixed in one by one. Checksums of containers are this with seed 0.
  */
+#include "hash.h"
+
 #include "../include/colibri.h"
 
 #include <string.h>
@@ -33,32 +35,34 @@ static inline uint64_t lane_round(uint64_t acc, uint64_t input) { return rotate(
 
 static inline uint64_t fold_lane(uint64_t h, uint64_t lane) { return (h ^ lane_round(0, lane)) * P1 + P4; }
 
-uint64_t cb_hash64(const void *data, int64_t n)
+void cb_hash64_begin(cb_hash64_state *state) { *state = (cb_hash64_state){{P1 + P2, P2, 0, 0 - P1}}; }
+
+void cb_hash64_stripes(cb_hash64_state *state, const void *data, int64_t n)
 {
     const unsigned char *p = data;
-    uint64_t left = n > 0 ? (uint64_t)n : 0;
-    uint64_t h;
-
-    if (left >= 32) {
-        uint64_t a = P1 + P2, b = P2, c = 0, d = 0 - P1;
-        const unsigned char *stripes_end = p + (left & ~(uint64_t)31);
-        for (; p != stripes_end; p += 32) {
-            a = lane_round(a, load64(p));
-            b = lane_round(b, load64(p + 8));
-            c = lane_round(c, load64(p + 16));
-            d = lane_round(d, load64(p + 24));
-        }
-        h = rotate(a, 1) + rotate(b, 7) + rotate(c, 12) + rotate(d, 18);
-        h = fold_lane(h, a);
-        h = fold_lane(h, b);
-        h = fold_lane(h, c);
-        h = fold_lane(h, d);
-        h += left;
-        left &= 31;
-    } else {
-        h = P5 + left;
+    uint64_t a = state->lane[0], b = state->lane[1], c = state->lane[2], d = state->lane[3];
+    for (const unsigned char *end = p + n; p != end; p += 32) {
+        a = lane_round(a, load64(p));
+        b = lane_round(b, load64(p + 8));
+        c = lane_round(c, load64(p + 16));
+        d = lane_round(d, load64(p + 24));
     }
+    *state = (cb_hash64_state){{a, b, c, d}};
+}
 
+uint64_t cb_hash64_end(const cb_hash64_state *state, const void *tail, int64_t total)
+{
+    const unsigned char *p = tail;
+    uint64_t h = P5;
+    if (total >= 32) {
+        const uint64_t *lane = state->lane;
+        h = rotate(lane[0], 1) + rotate(lane[1], 7) + rotate(lane[2], 12) + rotate(lane[3], 18);
+        for (int i = 0; i < 4; i++)
+            h = fold_lane(h, lane[i]);
+    }
+    h += (uint64_t)total;
+
+    int64_t left = total & 31;
     for (; left >= 8; left -= 8, p += 8)
         h = rotate(h ^ lane_round(0, load64(p)), 27) * P1 + P4;
     if (left >= 4) {
@@ -74,4 +78,13 @@ uint64_t cb_hash64(const void *data, int64_t n)
     h ^= h >> 29;
     h *= P3;
     return h ^ (h >> 32);
+}
+
+uint64_t cb_hash64(const void *data, int64_t n)
+{
+    cb_hash64_state state;
+    int64_t striped = n > 0 ? n & ~(int64_t)31 : 0;
+    cb_hash64_begin(&state);
+    cb_hash64_stripes(&state, data, striped);
+    return cb_hash64_end(&state, (const unsigned char *)data + striped, n > 0 ? n : 0);
 }

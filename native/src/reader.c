@@ -1,10 +1,12 @@
 /* reader.c: a few threads that read pieces into slots, demand before speculation.
  *
  * A read is cut into pieces; idle threads take the next piece of the oldest demand read, and of the oldest speculative
- * one only while no demand read is unfinished, so that a guess uses idle disk time alone. One lock guards everything
- * but the reads themselves and the checksum. Every accepted read ends in exactly one cb_read_done.
+ * one only while no demand read is unfinished, so that a guess uses idle disk time alone. A checksum is taken piece by
+ * piece as they arrive, so that it overlaps the reading. One lock guards everything but the reads themselves and the
+ * checksum. Every accepted read ends in exactly one cb_read_done.
  */
 #include "../include/colibri.h"
+#include "hash.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -26,7 +28,12 @@ typedef struct read_request {
     cb_read_done done;
     char *target;
     int64_t offset, next_piece; /* bytes handed out so far */
-    int fd, priority, in_flight, want_checksum;
+    int fd, priority, want_checksum;
+    int in_flight; /* threads at work on it */
+    bool hashing;
+    cb_hash64_state hash;
+    int64_t n_hashed;           /* pieces */
+    unsigned char has_piece[];  /* per piece: it is there */
 } read_request;
 
 typedef struct {
@@ -92,7 +99,7 @@ static read_request *find(const cb_reader *reader, uint64_t tag)
     return NULL;
 }
 
-static bool has_piece(const read_request *r)
+static bool has_more(const read_request *r)
 {
     return r->next_piece < r->done.wanted && !r->done.error && !r->done.cancelled;
 }
@@ -101,7 +108,7 @@ static read_request *next_request(const cb_reader *reader)
 {
     int priority = reader->pending[CB_READ_DEMAND].first ? CB_READ_DEMAND : CB_READ_SPECULATIVE;
     for (read_request *r = reader->pending[priority].first; r; r = r->next)
-        if (has_piece(r))
+        if (has_more(r))
             return r;
     return NULL;
 }
@@ -169,6 +176,23 @@ static piece_result read_piece(int fd, char *target, int64_t offset, int64_t byt
     return result;
 }
 
+/* Hashes the pieces that are there and next in line; under the lock, which it leaves meanwhile. One thread at a time
+ * does so for a request; what arrives in between it finds before it stops. The caller's in_flight keeps r alive. */
+static void hash_pieces(cb_reader *reader, read_request *r)
+{
+    int64_t n_pieces = (r->done.wanted + reader->piece_bytes - 1) / reader->piece_bytes;
+    r->hashing = true;
+    while (r->n_hashed < n_pieces && r->has_piece[r->n_hashed] && !r->done.error && !r->done.cancelled) {
+        int64_t at = r->n_hashed * reader->piece_bytes, left = r->done.wanted - at;
+        int64_t bytes = left < reader->piece_bytes ? left & ~(int64_t)31 : reader->piece_bytes;
+        pthread_mutex_unlock(&reader->lock);
+        cb_hash64_stripes(&r->hash, r->target + at, bytes);
+        pthread_mutex_lock(&reader->lock);
+        r->n_hashed++;
+    }
+    r->hashing = false;
+}
+
 static void serve(cb_reader *reader, read_request *r)
 {
     int64_t at = r->next_piece, left = r->done.wanted - at;
@@ -196,18 +220,15 @@ static void serve(cb_reader *reader, read_request *r)
             r->done.error = piece.error;
     } else {
         r->done.bytes += bytes;
+        r->has_piece[at / reader->piece_bytes] = 1;
+        if (r->want_checksum && !r->hashing)
+            hash_pieces(reader, r);
     }
     r->in_flight--;
-    if (r->in_flight > 0 || has_piece(r))
+    if (r->in_flight > 0 || has_more(r))
         return;
-    if (r->want_checksum && !r->done.error && !r->done.cancelled) {
-        r->in_flight++; /* keeps a cancel from finishing it meanwhile */
-        pthread_mutex_unlock(&reader->lock);
-        uint64_t checksum = cb_hash64(r->target, r->done.wanted);
-        pthread_mutex_lock(&reader->lock);
-        r->in_flight--;
-        r->done.checksum = checksum;
-    }
+    if (r->want_checksum && !r->done.error && !r->done.cancelled)
+        r->done.checksum = cb_hash64_end(&r->hash, r->target + (r->done.wanted & ~(int64_t)31), r->done.wanted);
     finish(reader, r);
 }
 
@@ -300,9 +321,10 @@ int cb_reader_submit(cb_reader *reader, uint64_t tag, int fd, int64_t offset, in
         return CB_EINVAL;
     if ((flags & O_DIRECT) && (offset % SECTOR || bytes % SECTOR || (uintptr_t)target % SECTOR))
         return CB_EINVAL;
-    read_request *r = calloc(1, sizeof *r);
+    read_request *r = calloc(1, sizeof *r + (size_t)((bytes + reader->piece_bytes - 1) / reader->piece_bytes));
     if (!r)
         return CB_ENOMEM;
+    cb_hash64_begin(&r->hash);
     r->done.tag = tag;
     r->done.wanted = bytes;
     r->target = target;
