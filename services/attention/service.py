@@ -67,9 +67,14 @@ class AttentionService(Service):
         ]
         # One set of rows serves all layers of a step; only the cache below it changes.
         self._rows = AttnStep(
-            kv=kv, index_k=None, kv_format=config.kv_dtype, n_blocks=config.n_kv_blocks, x=self._x,
-            selected=np.empty((n_rows, max(1, spec.index_topk)), np.int32), n_selected=np.full(n_rows, -1, np.int32),
-        )  # fmt: skip
+            kv=kv,
+            index_k=None,
+            kv_format=config.kv_dtype,
+            n_blocks=config.n_kv_blocks,
+            x=self._x,
+            selected=np.empty((n_rows, max(1, spec.index_topk)), np.int32),
+            n_selected=np.full(n_rows, -1, np.int32),
+        )
         self._run: StepRun | None = None
         return {"kernels": dispatch_text(), "dense_bytes": str(weights.n_bytes)}
 

@@ -23,7 +23,9 @@ F32 = NDArray[np.float32]
 class MtpLayer:
     """Weights and scratch for at most ``max_rows`` rows. ``x`` f32[T, D] is the residual stream inside the layer."""
 
-    def __init__(self, container: Container, pool: Pool, kv_buf: object, kv_dtype: str, n_blocks: int, max_rows: int) -> None:
+    def __init__(
+        self, container: Container, pool: Pool, kv_buf: object, kv_dtype: str, n_blocks: int, max_rows: int
+    ) -> None:
         self.spec = spec = container.spec
         self._pool = pool
         prefix = f"model.layers.{spec.mtp_layer}."
@@ -42,13 +44,23 @@ class MtpLayer:
         at = kv_layout(spec, (spec.mtp_index_kind,), kv_dtype, n_blocks).layers[0]
         kv = np.frombuffer(kv_buf, np.uint8)  # type: ignore[call-overload]
         self._rows = AttnStep(
-            kv=kv[at.latent_offset :], index_k=None if at.index_offset is None else kv[at.index_offset :],
-            kv_format=kv_dtype, n_blocks=n_blocks, x=self.x,
-            selected=np.empty((max_rows, max(1, spec.index_topk)), np.int32), n_selected=np.full(max_rows, -1, np.int32),
-        )  # fmt: skip
+            kv=kv[at.latent_offset :],
+            index_k=None if at.index_offset is None else kv[at.index_offset :],
+            kv_format=kv_dtype,
+            n_blocks=n_blocks,
+            x=self.x,
+            selected=np.empty((max_rows, max(1, spec.index_topk)), np.int32),
+            n_selected=np.full(max_rows, -1, np.int32),
+        )
 
-    def attend(self, embedded: F32, final: F32, position: NDArray[np.int32], seq: NDArray[np.int32],
-               block_table: NDArray[np.int32]) -> None:  # fmt: skip
+    def attend(
+        self,
+        embedded: F32,
+        final: F32,
+        position: NDArray[np.int32],
+        seq: NDArray[np.int32],
+        block_table: NDArray[np.int32],
+    ) -> None:
         """embedded f32[T, D] of the next tokens, final f32[T, D] of the main model -> ``x`` and ``hidden``; writes the KV."""
         n, d, eps = len(embedded), self.spec.hidden, self.spec.rms_eps
         pair, half = self._pair[:n], self._half[:n]

@@ -120,9 +120,14 @@ class DrafterService(Service):
         self._timer.begin_step(frame, msg.step)
         rows = frame.logit_row[: msg.n_logits].copy()
         self._draft = Draft(
-            msg, Awaits.EMBED, rows, frame.position[rows].copy(), frame.seq[rows].copy(),
-            frame.block_table[: msg.n_sequences].copy(), tokens=[[] for _ in range(msg.n_logits)],
-        )  # fmt: skip
+            msg,
+            Awaits.EMBED,
+            rows,
+            frame.position[rows].copy(),
+            frame.seq[rows].copy(),
+            frame.block_table[: msg.n_sequences].copy(),
+            tokens=[[] for _ in range(msg.n_logits)],
+        )
         self._bus.post("attention", EmbedWanted(msg.step, msg.frame, msg.n_rows))
 
     def _attend(self, draft: Draft) -> None:

@@ -282,9 +282,13 @@ class ExpertIoService(Service):
             self._parts[row * self._spec.gate_k : (row + 1) * self._spec.gate_k] = 0.0
         with self._timer.stage(Stage.REDUCE, visit.layer):
             bad = expert_reduce(
-                self._pool, self._parts, frame.gate_weight[:n], self._order[:n],
-                self._shared_out[:n] if self._shared else None, frame.mixed[:n],
-            )  # fmt: skip
+                self._pool,
+                self._parts,
+                frame.gate_weight[:n],
+                self._order[:n],
+                self._shared_out[:n] if self._shared else None,
+                frame.mixed[:n],
+            )
         if bad >= 0:
             self._report_non_finite(visit, frame)
         for row, fault in visit.failed_rows.items():
@@ -308,10 +312,14 @@ class ExpertIoService(Service):
             culprits = np.flatnonzero(~np.isfinite(parts).all(axis=1))
             who = f"expert {int(frame.gate_id[row, culprits[0]])}" if len(culprits) else "the shared expert or the sum"
             frame.mixed[row] = 0.0
-            visit.failed_rows.setdefault(row, ReadFault(
-                (visit.layer, -1), "non_finite",
-                f"The output of {who} in layer {visit.layer} is not finite for one row. The request was ended; others go on.",
-            ))  # fmt: skip
+            visit.failed_rows.setdefault(
+                row,
+                ReadFault(
+                    (visit.layer, -1),
+                    "non_finite",
+                    f"The output of {who} in layer {visit.layer} is not finite for one row. The request was ended; others go on.",
+                ),
+            )
 
     def _abandon(self) -> None:
         visit, self._visit = self._visit, None

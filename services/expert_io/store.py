@@ -35,12 +35,15 @@ class ReadFault:
 class ExpertStore:
     """Slots and the reads that fill them. ``layers`` are the MoE layers whose experts may be asked for."""
 
-    def __init__(self, container: Container, layers: tuple[int, ...], n_slots: int, slot_bytes: int,
-                 direct_io: str) -> None:  # fmt: skip
+    def __init__(
+        self, container: Container, layers: tuple[int, ...], n_slots: int, slot_bytes: int, direct_io: str
+    ) -> None:
         self._files: dict[int, ExpertFile] = {layer: container.experts[layer] for layer in layers}
         largest = max((f.record_bytes for f in self._files.values()), default=READ_ALIGN)
         if slot_bytes < largest:
-            raise StoreError(f"A slot has {slot_bytes} bytes but the largest expert record has {largest}; this is a fault.")
+            raise StoreError(
+                f"A slot has {slot_bytes} bytes but the largest expert record has {largest}; this is a fault."
+            )
         self.slot_bytes = slot_bytes
         self._slab = HugeBuffer(n_slots * slot_bytes)
         self._spec = container.spec
@@ -63,7 +66,7 @@ class ExpertStore:
             except OSError:
                 if direct_io == "on":
                     raise StoreError(
-                        f"{path} can't be opened for direct reads; this file system has none. Use direct_io = \"auto\"."
+                        f'{path} can\'t be opened for direct reads; this file system has none. Use direct_io = "auto".'
                     ) from None
                 # One mount serves all files of a model: buffered for all, so that the facts say one thing.
                 self.is_direct = False
@@ -119,19 +122,21 @@ class ExpertStore:
         where = f"expert {expert} of layer {layer} in {file.path} at offset {file.offset_of(expert)}"
         if done.error:
             return ReadFault(
-                key, "expert_read_failed",
+                key,
+                "expert_read_failed",
                 f"Reading {where}: expected {done.wanted} bytes, received {done.bytes} ({os.strerror(done.error)}). "
                 "Run `colibri verify` on the model directory and check the drive.",
-            )  # fmt: skip
+            )
         if key not in self._verified:
             found = f"{done.checksum:016x}"
             expected = file.checksums[expert]
             if found != expected:
                 return ReadFault(
-                    key, "expert_checksum_mismatch",
+                    key,
+                    "expert_checksum_mismatch",
                     f"The checksum of {where} is {found}, expected {expected}: the file has changed since it was "
                     "converted. Run `colibri verify` on the model directory and convert or copy it again.",
-                )  # fmt: skip
+                )
             self._verified.add(key)
         return None
 
@@ -144,9 +149,12 @@ class ExpertStore:
         if cached is None:
             file = self._files[slot.key[0]]
             cached = expert_ffn(
-                self._slab.address + slot.index * self.slot_bytes, file.layout, file.format,
-                self._spec.hidden, self._spec.expert_inner,
-            )  # fmt: skip
+                self._slab.address + slot.index * self.slot_bytes,
+                file.layout,
+                file.format,
+                self._spec.hidden,
+                self._spec.expert_inner,
+            )
             self._ffns[(slot.index, slot.key[0])] = cached
         return cached
 
@@ -160,6 +168,7 @@ class ExpertStore:
 
 def expert_ffn(address: int, layout: ExpertLayout, fmt: str, hidden: int, inner: int) -> Ffn:
     """gate [F, D], up [F, D], down [D, F] of a record that lies at ``address``."""
+
     def part(weight: int, scale: int | None, out: int, in_: int) -> Matrix:
         return matrix(address + weight, None if scale is None else address + scale, fmt, out, in_)
 

@@ -55,14 +55,20 @@ class GateSet:
         bias = self._tensors[prefix + "e_score_correction_bias"].weight
         return Gate(
             matrix_of(weight, ACT_F32),
-            bias, spec.gate_k, spec.n_group, spec.topk_group, spec.norm_topk, spec.routed_scaling,
-        )  # fmt: skip
+            bias,
+            spec.gate_k,
+            spec.n_group,
+            spec.topk_group,
+            spec.norm_topk,
+            spec.routed_scaling,
+        )
 
     def _norm(self, layer: int) -> NDArray[np.float32]:
         return self._tensors[f"model.layers.{layer}.post_attention_layernorm.weight"].weight
 
-    def choose(self, layer: int, hidden: NDArray[np.float32], ids: NDArray[np.int32],
-               weights: NDArray[np.float32]) -> list[int]:  # fmt: skip
+    def choose(
+        self, layer: int, hidden: NDArray[np.float32], ids: NDArray[np.int32], weights: NDArray[np.float32]
+    ) -> list[int]:
         """hidden f32[T, D] -> ids i32[T, K] ascending, weights f32[T, K].
 
         Returns the rows whose scores are not finite; their choice is experts 0..K-1 with weight 0, so that the step

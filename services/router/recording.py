@@ -26,13 +26,15 @@ class LogitRecorder:
             skipped = span.n_rows - span.n_logits
             for i in range(span.n_logits):
                 self._file.write(
-                    msgpack.packb({
-                        "request": span.sequence.request,
-                        "position": span.position + skipped + i,
-                        "token": span.tokens[skipped + i],
-                        "n_prompt": span.sequence.n_prompt,
-                        "logits": np.ascontiguousarray(logits[span.logit_first + i]).tobytes(),
-                    })  # fmt: skip
+                    msgpack.packb(
+                        {
+                            "request": span.sequence.request,
+                            "position": span.position + skipped + i,
+                            "token": span.tokens[skipped + i],
+                            "n_prompt": span.sequence.n_prompt,
+                            "logits": np.ascontiguousarray(logits[span.logit_first + i]).tobytes(),
+                        }
+                    )
                 )
         self._file.flush()
 

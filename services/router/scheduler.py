@@ -77,8 +77,16 @@ class Advance:
 class Scheduler:
     """Admits sequences while blocks last, plans steps, applies results."""
 
-    def __init__(self, n_blocks: int, max_sequences: int, prefill_chunk: int, max_rows: int, max_logits: int,
-                 max_waiting: int, all_logits: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        n_blocks: int,
+        max_sequences: int,
+        prefill_chunk: int,
+        max_rows: int,
+        max_logits: int,
+        max_waiting: int,
+        all_logits: bool = False,
+    ) -> None:
         self._pool = BlockPool(n_blocks)
         self._max_sequences = max_sequences
         self._prefill_chunk = prefill_chunk
@@ -138,7 +146,16 @@ class Scheduler:
         def add(sequence: Sequence, tokens: list[int], wanted: int, is_prefill: bool) -> None:
             nonlocal n_rows, n_logits
             spans.append(
-                Span(sequence, len(spans), n_rows, tuple(tokens), sequence.n_cached, n_logits if wanted else -1, wanted, is_prefill)
+                Span(
+                    sequence,
+                    len(spans),
+                    n_rows,
+                    tuple(tokens),
+                    sequence.n_cached,
+                    n_logits if wanted else -1,
+                    wanted,
+                    is_prefill,
+                )
             )
             n_rows += len(tokens)
             n_logits += wanted

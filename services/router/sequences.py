@@ -6,7 +6,8 @@ tokens are computed, nor who asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 REPLACEMENT = "\ufffd"

@@ -90,10 +90,14 @@ class RouterService(Service):
         self._timer = StepTimer("router")
         self._recorder = LogitRecorder(Path(config.record_logits)) if config.record_logits else None
         self._scheduler = Scheduler(
-            n_blocks=config.n_kv_blocks, max_sequences=config.max_sequences, prefill_chunk=config.prefill_chunk,
-            max_rows=len(main.token), max_logits=len(main.logit_row), max_waiting=MAX_WAITING,
+            n_blocks=config.n_kv_blocks,
+            max_sequences=config.max_sequences,
+            prefill_chunk=config.prefill_chunk,
+            max_rows=len(main.token),
+            max_logits=len(main.logit_row),
+            max_waiting=MAX_WAITING,
             all_logits=self._recorder is not None,
-        )  # fmt: skip
+        )
         # Numbers of an earlier router's steps must not come again.
         self._next_step = (time.time_ns() // 1_000_000) << 16
         self._flight: StepInFlight | None = None
@@ -192,20 +196,27 @@ class RouterService(Service):
             if self._scheduler.find(msg.request):
                 raise Refused(f"Request id {msg.request} is in use.", status=409, code="duplicate_request")
             if self._scheduler.is_full:
-                raise Refused(f"{MAX_WAITING} requests are waiting already; try again later.", status=429,
-                              code="queue_full")  # fmt: skip
+                raise Refused(
+                    f"{MAX_WAITING} requests are waiting already; try again later.", status=429, code="queue_full"
+                )
             sequence = self._intake.accept(msg)
         except Refused as refusal:
             self._counters.add("refused", 1)
-            self._bus.post("gateway", RequestRefused(
-                msg.request, refusal.status, refusal.code, str(refusal), refusal.param))  # fmt: skip
+            self._bus.post(
+                "gateway", RequestRefused(msg.request, refusal.status, refusal.code, str(refusal), refusal.param)
+            )
             return
         self._counters.add("requests", 1)
         self._counters.add("prompt_tokens", sequence.n_prompt)
         prompt_ids = tuple(sequence.tokens[: sequence.n_prompt]) if msg.want_prompt_ids else ()
         self._bus.post("gateway", RequestAccepted(msg.request, sequence.n_prompt, sequence.max_tokens, prompt_ids))
-        self._ctx.log.info("request", request=msg.request, n_prompt=sequence.n_prompt, max_tokens=sequence.max_tokens,
-                            resumed=len(msg.resume_ids))  # fmt: skip
+        self._ctx.log.info(
+            "request",
+            request=msg.request,
+            n_prompt=sequence.n_prompt,
+            max_tokens=sequence.max_tokens,
+            resumed=len(msg.resume_ids),
+        )
         if sequence.finish_reason:  # a resumed answer that was complete but for its last message
             self._done(sequence, "")
             return
@@ -314,8 +325,10 @@ class RouterService(Service):
         self._flight = StepInFlight(step, MAIN_FRAME, 1, plan, [], start_ns)
         self._counters.add("steps", 1)
         self._counters.add("rows", plan.n_rows)
-        self._bus.post("attention", StepPlan(
-            step, MAIN_FRAME, plan.n_rows, plan.n_logits, len(plan.spans), self._config.n_drafts > 0))  # fmt: skip
+        self._bus.post(
+            "attention",
+            StepPlan(step, MAIN_FRAME, plan.n_rows, plan.n_logits, len(plan.spans), self._config.n_drafts > 0),
+        )
 
     def _end_flight(self) -> None:
         """Give up the step in flight; peers drop what they have of it."""
@@ -348,7 +361,8 @@ class RouterService(Service):
         token = sample(logits, params.temperature, params.top_p, u)
         if token < 0:
             sequence.error = sequence.error or (
-                "non_finite", f"The logits of position {position - 1} are not finite: the weights or the input overflow."
+                "non_finite",
+                f"The logits of position {position - 1} are not finite: the weights or the input overflow.",
             )
             return 0
         return token
@@ -370,8 +384,9 @@ class RouterService(Service):
                     for row, token in zip(advance.logit_rows, advance.new_tokens, strict=True)
                 )
             first = sequence.n_generated - len(advance.new_tokens)
-            self._bus.post("gateway", TokenOut(
-                sequence.request, first, tuple(advance.new_tokens), advance.text, logprobs))  # fmt: skip
+            self._bus.post(
+                "gateway", TokenOut(sequence.request, first, tuple(advance.new_tokens), advance.text, logprobs)
+            )
         if sequence.finish_reason:
             self._finish(sequence, "")
 
@@ -397,12 +412,29 @@ class RouterService(Service):
         code, message = sequence.error or ("", "")
         reason = "error" if sequence.error else sequence.finish_reason
         self._counters.add({"error": "failed", "abort": "aborted"}.get(reason, "finished"), 1)
-        self._bus.post("gateway", RequestDone(
-            sequence.request, reason, sequence.n_prompt, sequence.n_generated, text, code, message,
-            sequence.n_drafted, sequence.n_accepted))  # fmt: skip
-        self._ctx.log.info("request_done", request=sequence.request, reason=reason, code=code,
-                            n_generated=sequence.n_generated, drafts=sequence.n_drafted,
-                            accepted=sequence.n_accepted)  # fmt: skip
+        self._bus.post(
+            "gateway",
+            RequestDone(
+                sequence.request,
+                reason,
+                sequence.n_prompt,
+                sequence.n_generated,
+                text,
+                code,
+                message,
+                sequence.n_drafted,
+                sequence.n_accepted,
+            ),
+        )
+        self._ctx.log.info(
+            "request_done",
+            request=sequence.request,
+            reason=reason,
+            code=code,
+            n_generated=sequence.n_generated,
+            drafts=sequence.n_drafted,
+            accepted=sequence.n_accepted,
+        )
 
     # -- drafts ----------------------------------------------------------------------------------------------
 
@@ -446,8 +478,9 @@ class RouterService(Service):
                 n_rows = end
         plan = Plan(tuple(a.span for a, _ in rows), n_rows, len(drafting), False)
         self._flight = StepInFlight(step, DRAFT_FRAME, n_drafts, plan, drafting, start_ns)
-        self._bus.post("drafter", DraftWanted(
-            step, DRAFT_FRAME, n_rows, len(drafting), len(rows), n_drafts if drafting else 0))  # fmt: skip
+        self._bus.post(
+            "drafter", DraftWanted(step, DRAFT_FRAME, n_rows, len(drafting), len(rows), n_drafts if drafting else 0)
+        )
         return True
 
     def _on_draft(self, msg: DraftReady) -> None:

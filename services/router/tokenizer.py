@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from shared.errors import Refused
 
@@ -64,8 +64,10 @@ class ModelTokenizer:
         if self._template is None:
             raise Refused(
                 "This model has no chat template, so chat requests can't be rendered; use /v1/completions.",
-                status=400, code="no_chat_template", param="messages",
-            )  # fmt: skip
+                status=400,
+                code="no_chat_template",
+                param="messages",
+            )
         import jinja2
 
         safe = [{key: self._disarm(value) for key, value in message.items()} for message in messages]
@@ -75,14 +77,18 @@ class ModelTokenizer:
             )
         except jinja2.TemplateError as error:
             raise Refused(
-                f"The model's chat template refused the messages: {error}.", status=400, code="template_error",
+                f"The model's chat template refused the messages: {error}.",
+                status=400,
+                code="template_error",
                 param="messages",
-            ) from error  # fmt: skip
+            ) from error
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise Refused(
                 f"The model's chat template can't render these messages ({type(error).__name__}: {error}).",
-                status=400, code="template_error", param="messages",
-            ) from error  # fmt: skip
+                status=400,
+                code="template_error",
+                param="messages",
+            ) from error
         ids: list[int] = []
         for part in text.split(_CUT):
             ids.extend(self._tokenizer.encode(part, add_special_tokens=False).ids)
@@ -142,7 +148,7 @@ def _compile_template(source: str) -> Any:
     class Generation(jinja2.ext.Extension):
         """``{% generation %}`` marks training targets; it changes nothing here."""
 
-        tags = {"generation"}
+        tags: ClassVar[set[str]] = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno

@@ -23,7 +23,9 @@ StartGroup = Callable[..., Group]
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_the_group_reproduces_the_oracle(name: str, converted: Converted, start_group: StartGroup, tmp_path: Path) -> None:
+def test_the_group_reproduces_the_oracle(
+    name: str, converted: Converted, start_group: StartGroup, tmp_path: Path
+) -> None:
     """Prompt logits within the stated tolerance, greedy tokens exactly, first drafts equal to the MTP oracle's."""
     prompt = oracle_array(name, "prompt_ids").tolist()
     greedy = oracle_array(name, "greedy_tokens").tolist()

@@ -54,7 +54,9 @@ def test_a_resumed_request_goes_on_to_the_same_end(converted: Converted, tmp_pat
         whole = ring.generate(prompt, 14, temperature=1.0, seed=5).tokens
     for n_had in (0, 1, 7, 13):
         with Ring(model, tmp_path, n_drafts=1) as ring:
-            ring.submit("r", prompt, max_tokens=14, ignore_eos=True, temperature=1.0, seed=5, resume_ids=tuple(whole[:n_had]))
+            ring.submit(
+                "r", prompt, max_tokens=14, ignore_eos=True, temperature=1.0, seed=5, resume_ids=tuple(whole[:n_had])
+            )
             ring.answers["r"] = Answer(tokens=whole[:n_had])
             ring.run()
             assert ring.answers["r"].tokens == whole
@@ -134,8 +136,13 @@ def _forget_checksum(model: Path, layer: int, expert: int, record: bytes) -> Non
 
 @pytest.mark.parametrize(
     ("prompt", "code"),
-    [([], "empty_prompt"), ([1] * 256, "context_length_exceeded"), ([1] * 5000, "context_length_exceeded"), ([999], "invalid_token")],
-)  # fmt: skip
+    [
+        ([], "empty_prompt"),
+        ([1] * 256, "context_length_exceeded"),
+        ([1] * 5000, "context_length_exceeded"),
+        ([999], "invalid_token"),
+    ],
+)
 def test_impossible_prompts_are_refused_with_numbers(
     prompt: list[int], code: str, converted: Converted, tmp_path: Path
 ) -> None:

@@ -28,9 +28,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "3 drafts": {"n_drafts": 3},
     "shuffled messages": {"shuffle": 7},
     "everything at once": {
-        "n_slots": "least", "prefill_chunk": 7, "n_threads": 2, "pilot": "random", "n_drafts": 2, "shuffle": 11,
+        "n_slots": "least",
+        "prefill_chunk": 7,
+        "n_threads": 2,
+        "pilot": "random",
+        "n_drafts": 2,
+        "shuffle": 11,
     },
-}  # fmt: skip
+}
 
 
 def knobs(variant: dict[str, Any], model: Path) -> dict[str, Any]:
@@ -41,7 +46,9 @@ def knobs(variant: dict[str, Any], model: Path) -> dict[str, Any]:
     return {key: slots.get(value, value) if key == "n_slots" else value for key, value in variant.items()}
 
 
-def run(model: Path, tmp: Path, prompts: list[list[int]], n: int, variant: dict[str, Any], **sampling: Any) -> list[Any]:
+def run(
+    model: Path, tmp: Path, prompts: list[list[int]], n: int, variant: dict[str, Any], **sampling: Any
+) -> list[Any]:
     """[(tokens, {position: logits of the accepted row})] of prompts submitted together."""
     record = tmp / "record"
     record.unlink(missing_ok=True)
@@ -120,7 +127,9 @@ def test_neighbours_do_not_move_a_bit(precision: str, converted: Converted, tmp_
 
 
 @pytest.mark.parametrize("kv_dtype", ["f32", "bf16"])
-def test_chunks_do_not_move_a_bit_in_either_cache_precision(kv_dtype: str, converted: Converted, tmp_path: Path) -> None:
+def test_chunks_do_not_move_a_bit_in_either_cache_precision(
+    kv_dtype: str, converted: Converted, tmp_path: Path
+) -> None:
     model = converted("deepseek_v3", "int8")
     prompt = oracle_array("deepseek_v3", "prompt_ids").tolist()
     results = [

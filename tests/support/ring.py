@@ -35,8 +35,11 @@ from shared.messages.router import Sampling, Submit
 from shared.segments import Segment, unlink_run
 
 SERVICES = {
-    "router": RouterService, "attention": AttentionService, "expert_io": ExpertIoService, "drafter": DrafterService,
-}  # fmt: skip
+    "router": RouterService,
+    "attention": AttentionService,
+    "expert_io": ExpertIoService,
+    "drafter": DrafterService,
+}
 
 
 class QueueBus:
@@ -93,15 +96,29 @@ class Ring:
         self.spec = spec = container.spec
         run_id = uuid.uuid4().hex[:12]
         records = [
-            f.record_bytes for layer, f in container.experts.items()
+            f.record_bytes
+            for layer, f in container.experts.items()
             if layer < spec.n_layers or overrides.get("n_drafts")
-        ]  # fmt: skip
+        ]
         settings: dict[str, Any] = dict(
-            run_id=run_id, run_dir=str(tmp), model_dir=str(model_dir), host="127.0.0.1", port=0, ram_bytes=0,
-            n_slots=len(spec.moe_layers) * spec.n_experts, slot_bytes=max(records, default=4096), n_threads=1,
-            kv_dtype="f32", prefill_chunk=64, pilot="off", n_drafts=0, max_sequences=4, max_context=256,
-            n_frames=2, logit_rows=64,
-        )  # fmt: skip
+            run_id=run_id,
+            run_dir=str(tmp),
+            model_dir=str(model_dir),
+            host="127.0.0.1",
+            port=0,
+            ram_bytes=0,
+            n_slots=len(spec.moe_layers) * spec.n_experts,
+            slot_bytes=max(records, default=4096),
+            n_threads=1,
+            kv_dtype="f32",
+            prefill_chunk=64,
+            pilot="off",
+            n_drafts=0,
+            max_sequences=4,
+            max_context=256,
+            n_frames=2,
+            logit_rows=64,
+        )
         settings.update(overrides)
         settings["n_kv_blocks"] = settings["max_sequences"] * blocks_for(settings["max_context"])
         self.config = config = GroupConfig(**settings)
@@ -125,7 +142,7 @@ class Ring:
         self._gateway = Decoder((TokenOut, RequestDone, RequestRefused, *_other_gateway_messages()))
         self.on_deliver: Callable[[str, str, Any], bool] | None = None
         try:
-            for name, cls in SERVICES.items():
+            for name in SERVICES:
                 self.start(name)
         except BaseException:
             self.close()
@@ -210,9 +227,7 @@ class Ring:
             answer.refused = msg
 
     def submit(self, request: str, prompt: list[int] | None = None, **fields: Any) -> None:
-        sampling = Sampling(
-            fields.pop("temperature", 0.0), fields.pop("top_p", 1.0), fields.pop("seed", 0)
-        )  # fmt: skip
+        sampling = Sampling(fields.pop("temperature", 0.0), fields.pop("top_p", 1.0), fields.pop("seed", 0))
         msg = Submit(request, sampling, prompt_ids=tuple(prompt) if prompt is not None else None, **fields)
         self.services["router"].handle(msg, "gateway")
 
@@ -235,10 +250,13 @@ def _other_gateway_messages() -> tuple[type[Any], ...]:
     from shared.messages import gateway
 
     return tuple(
-        cls for cls in vars(gateway).values()
-        if isinstance(cls, type) and issubclass(cls, msgspec.Struct) and getattr(cls, "__struct_config__").tag
+        cls
+        for cls in vars(gateway).values()
+        if isinstance(cls, type)
+        and issubclass(cls, msgspec.Struct)
+        and cls.__struct_config__.tag
         and cls not in (TokenOut, RequestDone, RequestRefused)
-    )  # fmt: skip
+    )
 
 
 def read_record(path: Path) -> list[dict[str, Any]]:

@@ -15,9 +15,14 @@ def make_scheduler(**overrides: int | bool) -> Scheduler:
 
 def make_sequence(name: str, n_prompt: int, max_tokens: int = 8, eos: frozenset[int] = frozenset()) -> Sequence:
     return Sequence(
-        request=name, n_prompt=n_prompt, tokens=list(range(100, 100 + n_prompt)), max_tokens=max_tokens,
-        sampling=SamplingParams(), text=TextStream(None), eos_ids=eos,
-    )  # fmt: skip
+        request=name,
+        n_prompt=n_prompt,
+        tokens=list(range(100, 100 + n_prompt)),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(),
+        text=TextStream(None),
+        eos_ids=eos,
+    )
 
 
 def count_up(sequence: Sequence, logit_row: int, position: int) -> int:
