@@ -317,7 +317,8 @@ class ExpertIoService(Service):
                 ReadFault(
                     (visit.layer, -1),
                     "non_finite",
-                    f"The output of {who} in layer {visit.layer} is not finite for one row. The request was ended; others go on.",
+                    f"The output of {who} in layer {visit.layer} is not finite for one row. The request was ended; others "
+                    "go on.",
                 ),
             )
 

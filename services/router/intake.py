@@ -31,7 +31,9 @@ class Intake:
             raise Refused("The prompt is empty: at least one token is needed.", code="empty_prompt", param=param)
         if max(prompt) >= vocab:
             raise Refused(
-                f"Token id {max(prompt)} is outside the vocabulary of {vocab} entries.", code="invalid_token", param=param
+                f"Token id {max(prompt)} is outside the vocabulary of {vocab} entries.",
+                code="invalid_token",
+                param=param,
             )
         if len(prompt) >= limit:
             raise Refused(
