@@ -41,7 +41,6 @@ typedef struct cb_attn_table {
     const char *isa;
 } cb_attn_table;
 
-
 /* ---- drivers ---------------------------------------------------------------------------------------------- */
 
 /* What the parts of one cb_attn_forward share. Rows are numbered within the call. */
@@ -60,6 +59,8 @@ static inline int64_t cb_lane_start(int64_t h, int64_t depth)
 
 static inline int64_t cb_lanes(int64_t heads) { return CB_CEIL(heads, CB_LANES) * CB_LANES; }
 
+static inline size_t cb_kv_bytes(int format) { return format == CB_KV_BF16 ? 2 : 4; }
+
 /* Rotates one vector of `rope` values; the result is de-interleaved (all u, then all v). src may equal dst. */
 void cb_rope(const float *src, int64_t rope, bool interleave, const float *cosine, const float *sine, float *dst);
 
@@ -68,6 +69,9 @@ void cb_rope(const float *src, int64_t rope, bool interleave, const float *cosin
  * a row the caller reads (a multiple of 16 at most 15 above width). */
 const float *cb_block_rows(const void *cache, int format, int64_t width, int64_t reach, int64_t block, int64_t n,
                            float *room, int64_t *ld);
+
+/* One position's entry, rounded to the cache's format. */
+void cb_store_row(void *cache, int format, int64_t width, int64_t block, int64_t offset, const float *src);
 
 /* Items a thread takes at a time: no less work than waking another thread is worth. `cost` of one item in multiply-adds. */
 static inline int64_t cb_attn_grain(int64_t cost)
@@ -80,6 +84,10 @@ static inline int64_t cb_kv_block_of(const cb_attn_step *step, int64_t row, int6
 {
     return step->block_table[step->seq[row] * step->table_stride + position / CB_KV_BLOCK];
 }
+
+/* attn_tasks.c: attention of rows [row0, row0 + n). q f32[n, H, nope + rope] as projected; latent f32[n, H, R]: folded
+ * queries in, z / l out. */
+int cb_attend_rows(const cb_attn_call *call, int64_t row0, int64_t n, const float *q, float *latent);
 
 /* index.c: writes selected and n_selected of rows [row0, row0 + n) of a full layer. q_in f32[n, q_width] is the normed
  * query latent (h itself when there is no q_a), h f32[n, D]. */
