@@ -9,16 +9,19 @@ Not ``multiprocessing.shared_memory``: before Python 3.13 a segment is unlinked 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import re
+import time
 from pathlib import Path
 
 from shared.errors import CapacityError, ConfigError
 
 SHM_DIR = Path("/dev/shm")
 PAGE_BYTES = 4096
+OWNERLESS_S = 60.0
 FRAMES, KV, MTP_KV, TRACE, COUNTERS = "frames", "kv", "mtp_kv", "trace", "counters"
 
 
@@ -139,10 +142,21 @@ def is_run_alive(run_id: str) -> bool:
 
 
 def sweep_dead_runs() -> list[str]:
-    """Removes the segments of this user's runs whose owners are all gone; returns their run ids."""
+    """Removes the segments of this user's runs whose owners are all gone; returns their run ids.
+
+    A run without any owner record is left alone for a minute: somebody may be about to write it.
+    """
     pattern = re.compile(rf"colibri-{os.getuid()}-([0-9a-z]+)[-.].+")
-    found = {match.group(1) for path in SHM_DIR.iterdir() if (match := pattern.fullmatch(path.name))}
-    dead = sorted(run_id for run_id in found if not is_run_alive(run_id))
-    for run_id in dead:
-        unlink_run(run_id)
+    youngest: dict[str, float] = {}
+    for path in SHM_DIR.iterdir():
+        match = pattern.fullmatch(path.name)
+        if match:
+            with contextlib.suppress(FileNotFoundError):
+                youngest[match[1]] = max(path.stat().st_mtime, youngest.get(match[1], 0.0))
+    dead = []
+    for run_id, changed in sorted(youngest.items()):
+        has_owner = _owner_path(run_id).exists()
+        if not is_run_alive(run_id) and (has_owner or time.time() - changed > OWNERLESS_S):
+            unlink_run(run_id)
+            dead.append(run_id)
     return dead

@@ -6,6 +6,7 @@ is that of the queues, or shuffled by a seed (messages of one sender to one rece
 
 from __future__ import annotations
 
+import os
 import random
 import select
 import uuid
@@ -32,7 +33,7 @@ from shared.kv_layout import KV_BLOCK, blocks_for, kv_layout
 from shared.log import Log
 from shared.messages.gateway import RequestDone, RequestRefused, TokenOut
 from shared.messages.router import Sampling, Submit
-from shared.segments import Segment, unlink_run
+from shared.segments import Segment, add_owner, unlink_run
 
 SERVICES = {
     "router": RouterService,
@@ -95,6 +96,7 @@ class Ring:
         container = Container.open(model_dir)
         self.spec = spec = container.spec
         run_id = uuid.uuid4().hex[:12]
+        add_owner(run_id, os.getpid())  # otherwise a group that starts meanwhile may sweep our segments
         records = [
             f.record_bytes
             for layer, f in container.experts.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,4 +120,14 @@ def test_reused_pid_is_not_the_owner(run_id: str) -> None:
 def test_damaged_owner_record_counts_as_dead(run_id: str) -> None:
     Segment.create(run_id, "frames", 1)
     Path(f"/dev/shm/colibri-{os.getuid()}-{run_id}.owner").write_text("{")
+    assert run_id in sweep_dead_runs()
+
+
+def test_run_without_owner_record_gets_a_minute(run_id: str) -> None:
+    """It may be just starting, in another process of this user."""
+    Segment.create(run_id, "frames", 1)
+    assert run_id not in sweep_dead_runs()
+    assert list_run(run_id) == ["frames"]
+    old = time.time() - 3600
+    os.utime(segment_path(run_id, "frames"), (old, old))
     assert run_id in sweep_dead_runs()
