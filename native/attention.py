@@ -107,7 +107,7 @@ class AttnStep(ctypes.Structure):
         ("kv", _ptr),
         ("index_k", _ptr),
         ("kv_format", _int32),
-        ("pad_", _int32),
+        ("n_sequences", _int32),
         ("selected", _ptr),
         ("n_selected", _ptr),
         ("x", _ptr),
@@ -145,25 +145,29 @@ class AttnStep(ctypes.Structure):
         self.index_bytes = index_k.nbytes if isinstance(index_k, np.ndarray) else None
         self.keep = (kv, index_k, selected, n_selected, x)
         self.rows: tuple[np.ndarray, ...] = ()
+        self.table: np.ndarray | None = None
 
     def set_rows(
         self, n_rows: int, position: np.ndarray, seq: np.ndarray, block_table: np.ndarray, hidden: np.ndarray
     ) -> None:
         """The first n_rows of position i32, seq i32 (rows of block_table i32[S, B]) and hidden f32[., D] (out)."""
-        for name, array in (("position", position), ("seq", seq), ("hidden", hidden)):
-            if len(array) < n_rows:
-                raise NativeError(f"AttnStep: {name} has {len(array)} rows, expected at least {n_rows}")
         if not 0 <= n_rows <= self.capacity:
             raise NativeError(f"AttnStep: {n_rows} rows, x has {self.capacity}")
-        self.position = checked(position, _i32, (None,), "AttnStep: position")
-        self.seq = checked(seq, _i32, (None,), "AttnStep: seq")
-        if n_rows and not (int(seq[:n_rows].min()) >= 0 and int(seq[:n_rows].max()) < len(block_table)):
-            raise NativeError(f"AttnStep: seq {seq[:n_rows]} names rows outside block_table's {len(block_table)}")
+        rows = (position, seq, hidden)
+        if any(new is not old for new, old in zip(rows, self.rows)) or not self.rows:
+            # The same arrays come layer after layer: look at them once.
+            self.position = checked(position, _i32, (None,), "AttnStep: position")
+            self.seq = checked(seq, _i32, (None,), "AttnStep: seq")
+            self.hidden = checked(hidden, _f32, (None, self.width), "AttnStep: hidden")
+            self.rows = rows
+        if n_rows > min(map(len, rows)):
+            raise NativeError(
+                f"AttnStep: {n_rows} rows, position, seq and hidden have {', '.join(map(str, map(len, rows)))}"
+            )
         self.block_table = checked(block_table, _i32, (None, None), "AttnStep: block_table")
-        self.hidden = checked(hidden, _f32, (None, self.width), "AttnStep: hidden")
-        self.table_stride = block_table.shape[1]
+        self.n_sequences, self.table_stride = block_table.shape
+        self.table = block_table
         self.n_rows = n_rows
-        self.rows = (position, seq, block_table, hidden)
 
 
 check_struct(AttnLayer, "cb_attn_layer")
@@ -197,9 +201,9 @@ def attn_forward(pool: Pool, layer: AttnLayer, step: AttnStep) -> None:
         raise fail(
             "cb_attn_forward",
             status,
-            f"{step.n_rows} rows, {step.n_blocks} blocks, table width {step.table_stride}, hidden {layer.hidden}, "
-            f"{layer.n_heads} heads, rank {layer.kv_rank} + {layer.rope}, index kind {layer.index_kind}; positions must "
-            "rise within a sequence and every block number must be in the cache",
+            f"{step.n_rows} rows, {step.n_blocks} blocks, table [{step.n_sequences}, {step.table_stride}], "
+            f"hidden {layer.hidden}, {layer.n_heads} heads, rank {layer.kv_rank} + {layer.rope}, index kind {layer.index_kind}; positions must "
+            "rise within a sequence, sequences be rows of the table, block numbers be in the cache",
         )
 
 

@@ -179,13 +179,13 @@ typedef struct {
     int64_t n_rows;
     const int32_t *position;    /* [T] */
     const int32_t *seq;         /* [T] */
-    const int32_t *block_table; /* [n_seq, table_stride] block numbers */
+    const int32_t *block_table; /* [n_sequences, table_stride] block numbers */
     int64_t table_stride;
     int64_t n_blocks;           /* blocks in the cache: a number outside is CB_EINVAL */
     void *kv;                   /* this layer: [n_blocks][CB_KV_BLOCK][kv_rank + rope] in kv_format */
     void *index_k;              /* this layer: [n_blocks][CB_KV_BLOCK][index_dim] in kv_format, or NULL */
     int32_t kv_format;
-    int32_t pad_;
+    int32_t n_sequences;        /* a seq outside is CB_EINVAL */
     int32_t *selected;          /* [T, index_topk] ascending positions, written by full layers, read by shared ones */
     int32_t *n_selected;        /* [T]; -1 = all positions up to the row's own */
     float *x;                   /* f32[T, D] residual stream, in and out */

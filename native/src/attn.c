@@ -232,7 +232,8 @@ static bool is_step_valid(const cb_attn_layer *y, const cb_attn_step *s)
     if (y->index_kind == CB_INDEX_FULL && !s->index_k)
         return false;
     for (int64_t t = 0; t < s->n_rows; t++) {
-        if (s->position[t] < 0 || s->seq[t] < 0 || s->position[t] / CB_KV_BLOCK >= s->table_stride)
+        if (s->position[t] < 0 || s->position[t] / CB_KV_BLOCK >= s->table_stride || s->seq[t] < 0 ||
+            s->seq[t] >= s->n_sequences)
             return false;
         /* The row before, when of the same sequence, has vouched for the blocks up to its own position. */
         bool follows = t > 0 && s->seq[t] == s->seq[t - 1];

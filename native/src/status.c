@@ -46,7 +46,7 @@ static const struct {
     FIELD(cb_attn_layer, index_k_norm_b),
     SIZE(cb_attn_step), FIELD(cb_attn_step, n_rows), FIELD(cb_attn_step, position), FIELD(cb_attn_step, seq),
     FIELD(cb_attn_step, block_table), FIELD(cb_attn_step, table_stride), FIELD(cb_attn_step, n_blocks),
-    FIELD(cb_attn_step, kv), FIELD(cb_attn_step, index_k), FIELD(cb_attn_step, kv_format),
+    FIELD(cb_attn_step, kv), FIELD(cb_attn_step, index_k), FIELD(cb_attn_step, kv_format), FIELD(cb_attn_step, n_sequences),
     FIELD(cb_attn_step, selected), FIELD(cb_attn_step, n_selected), FIELD(cb_attn_step, x),
     FIELD(cb_attn_step, hidden),
     SIZE(cb_read_done), FIELD(cb_read_done, tag), FIELD(cb_read_done, bytes), FIELD(cb_read_done, wanted),
