@@ -202,7 +202,8 @@ def attn_forward(pool: Pool, layer: AttnLayer, step: AttnStep) -> None:
             "cb_attn_forward",
             status,
             f"{step.n_rows} rows, {step.n_blocks} blocks, table [{step.n_sequences}, {step.table_stride}], "
-            f"hidden {layer.hidden}, {layer.n_heads} heads, rank {layer.kv_rank} + {layer.rope}, index kind {layer.index_kind}; positions must "
+            f"hidden {layer.hidden}, {layer.n_heads} heads, rank {layer.kv_rank} + {layer.rope}, "
+            f"index kind {layer.index_kind}; positions must "
             "rise within a sequence, sequences be rows of the table, block numbers be in the cache",
         )
 
