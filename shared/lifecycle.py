@@ -45,6 +45,8 @@ STARTING, READY, DRAINING, STOPPED, FAILED = "starting", "ready", "draining", "s
 
 LAST_WORDS_S = 2.0
 """How long a failed service tries to deliver its last message."""
+CONNECT_S = 0.5
+"""How long it looks for a router to tell: a service may fail before its socket is connected."""
 
 
 class Service(ABC):
@@ -257,11 +259,18 @@ class _Life:
             reason = f"{type(error).__name__}: {reason}"
         text = "" if exit_code == EXIT_CONFIG else "".join(traceback.format_exception(error))
         self.ctx.state = FAILED
-        self.ctx.control.send(control.Dead(self.service.name, self.ctx.incarnation, reason, text))
         write_last_words(Path(self.ctx.config.run_dir), self.service.name, exit_code, reason)
         self.ctx.log.error("service_failed", exit_code=exit_code, reason=reason)
         if text:
             sys.stderr.write(text)
+        dead = control.Dead(self.service.name, self.ctx.incarnation, reason, text)
+        deadline = time.monotonic() + CONNECT_S
+        if not self._is_connected:
+            self.hello()  # without it the router would not know whose last words these are
+        while not self.ctx.control.send(dead) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            if not self._is_connected:
+                self.hello()
         return exit_code
 
 
@@ -296,6 +305,7 @@ def next_incarnation(run_dir: Path, service: str) -> int:
         new.replace(path)
     except OSError as error:
         raise ConfigError(f"run directory {run_dir} can't be written: {error.strerror}") from None
+    (run_dir / "failed" / f"{service}.json").unlink(missing_ok=True)  # words of an earlier incarnation
     return incarnation
 
 
