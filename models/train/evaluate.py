@@ -144,9 +144,9 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("data", type=Path)
     parser.add_argument("--precision", choices=("f32", "shipped"), default="f32")
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=160)
     parser.add_argument("--samples", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=24, help="held-out conversations for the MTP acceptance")
+    parser.add_argument("--prompts", type=int, default=16, help="held-out conversations for the MTP acceptance")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -156,13 +156,15 @@ def main() -> None:
     print(
         f"{args.precision}: held-out loss {main_loss:.4f}, MTP loss {draft_loss:.4f} ({len(rows)} rows of {rows.shape[1] - 1})"
     )
-    long_rows = np.load(args.data / "heldout_long.npy")[:24]
+    long_rows = np.load(args.data / "heldout_long.npy")[:16]
     for use_indexer in (False, True):
         loss, draft = evaluate(model, long_rows, batch=4, use_indexer=use_indexer)
         print(
             f"{args.precision}: rows of {long_rows.shape[1] - 1}, {'indexer' if use_indexer else 'dense attention'}: loss {loss:.4f}, MTP {draft:.4f}"
         )
 
+    # one conversation is less evenly spread over the experts than a batch
+    model = load_model(args.checkpoint, args.precision, capacity=8.0)
     tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
     stops = {tokenizer.token_to_id(t) for t in ("<|endoftext|>", "<|user|>", "<|observation|>")}
     render = Renderer()
