@@ -144,9 +144,10 @@ def main() -> None:
         return  # colibri-up found a reason not to start
     run_id = load_frozen(run_dir / FROZEN_NAME).run_id
     add_owner(run_id, os.getpid())
+    os.chdir(run_dir)  # the configuration's paths are relative to it
     try:
         options = ServerOptions()
-        options.realize(["-c", str(run_dir / SUPERVISOR_CONF_NAME)], doc=__doc__)
+        options.realize(["-c", SUPERVISOR_CONF_NAME], doc=__doc__)
         options.first = True
         options.test = False
         Keeper(options, run_dir).main()

@@ -166,7 +166,7 @@ def spawn_keeper(run_dir: Path, lock_fd: int) -> subprocess.Popen[bytes]:
     log_dir.mkdir(mode=0o700, exist_ok=True)
     with (log_dir / KEEPER_LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "deploy.keeper", str(run_dir)],
+            [sys.executable, "-P", "-m", "deploy.keeper", str(run_dir)],  # -P: no modules of the current directory
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
@@ -326,24 +326,29 @@ def stop_keeper(pid: int, is_gone: Callable[[], bool]) -> None:
 
 
 def wait_services_gone(run_dir: Path, timeout_s: float = 5.0) -> None:
-    """After a keeper that died hard: its services notice by their stdin; wait for that, then kill."""
+    """After a keeper that died hard: its services notice by their stdin; wait for that, then kill.
+
+    A service that ends removes its socket, and it must not be the socket of its successor.
+    """
     import signal
 
     pids = [int(entry["pid"]) for entry in rundir.processes(run_dir).get("services", {}).values() if entry.get("pid")]
     deadline = time.monotonic() + timeout_s
-    while left := [pid for pid in pids if _is_service(pid)]:
+    while left := [pid for pid in pids if _is_service(pid, run_dir)]:
         if time.monotonic() > deadline:
             for pid in left:
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             return
         time.sleep(0.02)
 
 
-def _is_service(pid: int) -> bool:
+def _is_service(pid: int, run_dir: Path) -> bool:
     try:
-        return b"services." in Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
+    return b"services." in command and os.fsencode(run_dir / FROZEN_NAME) in command.split(b"\0")
 
 
 def tail(path: Path, n_lines: int = 12) -> str:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from pathlib import Path
 
 from shared.config import FROZEN_NAME, GroupConfig
 from shared.endpoints import DRAFTER, SERVICES
-from shared.errors import ConfigError
 
 STOP_WAIT_S = 6
 START_RETRIES = 3
 
+# The paths are relative to the run directory, where the keeper runs supervisor: so no name of a directory, whatever
+# its characters, has to survive supervisor's rules for percent signs, blanks and comments.
 _HEAD = """\
-; Written by colibri-up for run {run_id}; changes are lost at the next start.
+; Written by colibri-up for run {run_id}; changes are lost at the next start. Paths are relative to this directory.
 [supervisord]
 nodaemon=true            ; colibri-up decides what is detached
-logfile={log_dir}/supervisor.log
+logfile=log/supervisor.log
 logfile_maxbytes=5MB
 logfile_backups=1
-pidfile={run_dir}/supervisor.pid
-childlogdir={log_dir}
+pidfile=supervisor.pid
+childlogdir=log
 umask=077                ; sockets, logs and segments belong to this user alone
 minfds=256               ; every descriptor up to here is closed in a new service: a small number starts it sooner
 {user}
@@ -30,10 +30,10 @@ minfds=256               ; every descriptor up to here is closed in a new servic
 programs={programs}
 """
 
+# Services run in the run directory too, so that no module of the caller's directory is imported by accident.
 _PROGRAM = """
 [program:{service}]
 command={command}
-directory={run_dir}      ; so that no module of the caller's directory is imported by accident
 environment={environment}
 autorestart=unexpected
 ; A configuration error is not retried. Every other end is an accident, exit 0 too: whoever wants the group to stop
@@ -48,7 +48,7 @@ stopwaitsecs={stop_wait}
 stopasgroup=true
 killasgroup=true
 redirect_stderr=true
-stdout_logfile={log_dir}/{service}.log
+stdout_logfile=log/{service}.log
 stdout_logfile_maxbytes=10MB
 stdout_logfile_backups=1
 """
@@ -61,27 +61,20 @@ def services_of(config: GroupConfig) -> tuple[str, ...]:
 
 def render(config: GroupConfig) -> str:
     """The file's text."""
-    run_dir = Path(config.run_dir)
-    if any(bad in str(run_dir) for bad in ("\n", ";", '"')):
-        raise ConfigError(f"run directory {str(run_dir)!r}: line ends, semicolons and quotes can't be used in its name")
     services = services_of(config)
     parts = [
         _HEAD.format(
             run_id=config.run_id,
-            run_dir=_escape(run_dir),
-            log_dir=_escape(run_dir / "log"),
             programs=",".join(services),
             user="user=root                ; as started; silences the warning about it\n" if os.getuid() == 0 else "",
         )
     ]
     for service in services:
-        command = [sys.executable, "-m", f"services.{service}", "--config", str(run_dir / FROZEN_NAME)]
+        command = shlex.join([sys.executable, "-m", f"services.{service}", "--config", FROZEN_NAME])
         parts.append(
             _PROGRAM.format(
                 service=service,
-                command=_escape(shlex.join(command)),
-                run_dir=_escape(run_dir),
-                log_dir=_escape(run_dir / "log"),
+                command=command.replace("%", "%%"),
                 # numpy's own threads are never used: they would only cost memory and start-up time.
                 environment='OPENBLAS_NUM_THREADS="1",OMP_NUM_THREADS="1",PYTHONUNBUFFERED="1"',
                 retries=START_RETRIES,
@@ -89,7 +82,3 @@ def render(config: GroupConfig) -> str:
             )
         )
     return "".join(parts)
-
-
-def _escape(text: str | Path) -> str:
-    return str(text).replace("%", "%%")

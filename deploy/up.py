@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.config import Settings, load_settings
-from shared.errors import EXIT_FAULT, EXIT_OK, ColibriError
+from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError
 
 SETTING_FLAGS = (
     "run_dir",
@@ -94,6 +94,15 @@ def run(argv: list[str]) -> int:
     except ColibriError as error:
         print(f"colibri-up: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except OSError as error:  # of the run directory: everything else has its own sentence
+        where = f"{error.filename}: " if error.filename else ""
+        print(
+            f"colibri-up: {where}{error.strerror or error}. The run directory must be writable and have space; "
+            "--run-dir names another.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return EXIT_CONFIG
 
 
 class _Signals:
@@ -103,6 +112,8 @@ class _Signals:
         self.count = 0
         self.name = ""
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if sig == signal.SIGHUP and signal.getsignal(sig) == signal.SIG_IGN:
+                continue  # nohup: the end of the terminal is nothing to us
             signal.signal(sig, self._on_signal)
 
     def _on_signal(self, sig: int, _frame: object) -> None:
@@ -129,6 +140,7 @@ def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
     run_dir = launch.run_dir_of(settings)
     rundir.prepare(run_dir)
     lock_fd = rundir.take_lock(run_dir)
+    launch.wait_services_gone(run_dir)
     port = launch.claim_port(settings.host, settings.port)
     rundir.clean_leftovers(run_dir)
     keeper = launch.spawn_keeper(run_dir, lock_fd)

@@ -114,6 +114,30 @@ def test_death_of_everything_at_once_is_swept_by_the_next_start(model: Path, run
         assert len(again.tokens(PROMPT, 2)) == 2
 
 
+def test_start_waits_until_services_of_a_dead_group_are_gone(model: Path, run_dir: Path) -> None:
+    """One that ends later would take its successor's socket away: both have the same path."""
+    group = Group(model, run_dir).start()
+    assert group.process is not None
+    late = group.kill("expert_io", signal.SIGSTOP)
+    for pid in (group.process.pid, group.keeper_pid):
+        os.kill(pid, signal.SIGKILL)
+    group.process.wait(20)
+    with Group(model, run_dir) as again:
+        assert not Path(f"/proc/{late}").exists()
+        assert (run_dir / "sock" / "expert_io").is_socket()
+        assert len(again.tokens(PROMPT, 2)) == 2
+
+
+def test_end_of_the_terminal_is_nothing_to_a_group_under_nohup(model: Path, run_dir: Path) -> None:
+    group = Group(model, run_dir)
+    group.argv = ["nohup", *group.argv]
+    with group:
+        assert group.process is not None
+        group.process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert len(group.tokens(PROMPT, 2)) == 2
+
+
 @pytest.fixture(scope="module")
 def survivor(converted: Callable[[str, str], Path]) -> Iterator[Group]:
     """One group that loses its services again and again; checked for leftovers after all that."""
@@ -212,3 +236,12 @@ def test_drain_lets_a_running_answer_finish_and_refuses_new_ones(
         got += event_tokens(event)
     assert len(got) == 150
     assert group.process.wait(20) == 0
+
+
+def test_odd_and_long_run_directory(model: Path, run_dir: Path) -> None:
+    """Blanks, percent signs, other alphabets; and longer than a socket path may be."""
+    odd = run_dir / "mit Leerzeichen %d 100%" / ("колибри-" * 12)
+    with Group(model, odd) as group:
+        assert len(str(group.run_dir)) > 107
+        assert group.status()["ready"] is True
+        assert len(group.tokens(PROMPT, 3)) == 3

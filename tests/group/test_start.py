@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -117,8 +119,31 @@ def test_run_directory_that_others_may_write_is_refused(model: Path, run_dir: Pa
     assert "can be written by others" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["lock", "log"])
+def test_run_directory_that_can_not_be_used_is_a_sentence(model: Path, run_dir: Path, name: str) -> None:
+    run_dir.mkdir()
+    path = run_dir / name
+    path.mkdir() if name == "lock" else path.touch()
+    done = run_up(str(model), "--run-dir", str(run_dir), "--port", "0")
+    assert done.returncode == 78
+    assert done.stderr.startswith(f"colibri-up: {path}: ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_stop_and_status_without_a_group(run_dir: Path) -> None:
     for flag in ("--stop", "--status"):
         done = run_up("--run-dir", str(run_dir), flag)
         assert done.returncode == 78
         assert done.stderr.startswith(f"colibri-up: no group runs in {run_dir}")
+
+
+def test_modules_of_the_current_directory_are_not_taken_for_ours(model: Path, run_dir: Path, tmp_path: Path) -> None:
+    for name in ("shared", "services", "deploy", "zmq"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('a stranger')\n")
+    command = [str(Path(sys.executable).with_name("colibri-up")), "--run-dir", str(run_dir)]
+    start = [*command, str(model), "--port", "0", "--daemon"]
+    done = subprocess.run(start, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run([*command, "--stop"], cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
