@@ -77,7 +77,7 @@ class Counters:
         self.cells[self._place[name]] += amount
 
     def set(self, name: str, value: int) -> None:
-        """For the few cells that are states (slots, resident), not counts."""
+        """For cells that are states (slots, resident), and for totals that are kept elsewhere."""
         self.cells[self._place[name]] = value
 
     def get(self, name: str) -> int:

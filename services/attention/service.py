@@ -65,6 +65,10 @@ class AttentionService(Service):
         self._caches = [
             (kv + at.latent_offset, None if at.index_offset is None else kv + at.index_offset) for at in layout.layers
         ]
+        # What the kernels index with is copied: after an abort the router fills the frame while this step is being left.
+        frame = self._frames.frame(0)
+        self._position, self._seq = np.empty_like(frame.position), np.empty_like(frame.seq)
+        self._table = np.empty_like(frame.block_table)
         # One set of rows serves all layers of a step; only the cache below it changes.
         self._rows = AttnStep(
             kv=kv,
@@ -118,7 +122,11 @@ class AttentionService(Service):
         n = plan.n_rows
         self._counters.add("steps", 1)
         self._counters.add("rows", n)
-        self._rows.set_rows(n, frame.position, frame.seq, frame.block_table[: plan.n_sequences], frame.hidden)
+        table = self._table[: plan.n_sequences]
+        self._position[:n] = frame.position[:n]
+        self._seq[:n] = frame.seq[:n]
+        table[:] = frame.block_table[: plan.n_sequences]
+        self._rows.set_rows(n, self._position, self._seq, table, frame.hidden)
         self._run = StepRun(plan)
         try:
             with self._timer.stage(Stage.EMBED):

@@ -40,7 +40,8 @@ class Awaits(IntEnum):
 
 @dataclass
 class Draft:
-    """One DraftWanted being served. ``position``, ``seq`` of the drafting rows move on with each pass."""
+    """One DraftWanted being served. ``position``, ``seq`` belong to the rows of the pass in progress; copies, because the
+    router may fill the frame for its next step while this one is being left."""
 
     wanted: DraftWanted
     awaits: Awaits
@@ -123,8 +124,8 @@ class DrafterService(Service):
             msg,
             Awaits.EMBED,
             rows,
-            frame.position[rows].copy(),
-            frame.seq[rows].copy(),
+            frame.position[: msg.n_rows].copy(),
+            frame.seq[: msg.n_rows].copy(),
             frame.block_table[: msg.n_sequences].copy(),
             tokens=[[] for _ in range(msg.n_logits)],
         )
@@ -135,14 +136,9 @@ class DrafterService(Service):
         assert self._mtp is not None
         frame = self._frame(draft)
         layer = self._spec.mtp_layer
-        if draft.n_done == 0:
-            n = draft.wanted.n_rows
-            position, seq = frame.position[:n], frame.seq[:n]
-        else:
-            n = draft.wanted.n_logits
-            position, seq = draft.position, draft.seq
+        n = len(draft.position)
         with self._timer.stage(Stage.DRAFT, layer):
-            self._mtp.attend(frame.embed[:n], frame.final[:n], position, seq, draft.table)
+            self._mtp.attend(frame.embed[:n], frame.final[:n], draft.position, draft.seq, draft.table)
             self._counters.add("rows", n)
             if not draft.wanted.n_logits:
                 self._answer(draft)
@@ -174,8 +170,9 @@ class DrafterService(Service):
             self._answer(draft)
             return
         # The next pass is fed its own output: token, state and position move on by one.
+        draft.position = draft.position[draft.rows] + np.int32(1)
+        draft.seq = draft.seq[draft.rows]
         draft.rows = np.arange(n, dtype=np.int32)
-        draft.position = draft.position + np.int32(1)
         frame.token[:n] = [tokens[-1] for tokens in draft.tokens]
         draft.awaits = Awaits.EMBED
         self._bus.post("attention", EmbedWanted(draft.step, draft.wanted.frame, n))

@@ -85,6 +85,7 @@ class ExpertIoService(Service):
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
         self._counters_segment = Segment.attach(config.run_id, "counters")
         self._counters = Counters(self._counters_segment.buf, "expert_io")
+        self._before = self._counters.read()  # of our predecessors
         self._timer = StepTimer("expert_io")
         n_rows = len(self._frames.frame(0).token)
         self._parts = np.empty((n_rows * spec.gate_k, spec.hidden), np.float32)
@@ -183,6 +184,8 @@ class ExpertIoService(Service):
     def _on_hint(self, msg: PilotHint) -> None:
         if msg.layer not in self._layers:
             return
+        if self._visit and self._visit.layer == msg.layer:
+            return  # late, or of the step that replaces this one: a visit reads its own experts
         room = int(len(self._table.slots) * GUESS_SHARE) - len(self._table.guesses_in_flight())
         for expert in msg.experts:
             key = (msg.layer, expert)
@@ -296,12 +299,15 @@ class ExpertIoService(Service):
         self._visit = None
         self._ctx.bus.post(visit.sender, Mixed(visit.step, visit.layer, visit.frame_number))
         counters = self._store.reader.counters()
-        self._counters.set("bytes_demand", counters.bytes_demand)
-        self._counters.set("bytes_speculative", counters.bytes_speculative)
-        self._counters.set("reads", counters.n_reads)
-        self._counters.set("retries", counters.n_retries)
-        self._counters.set("io_busy_ns", counters.busy_ns)
-        self._counters.set("evictions", self._table.n_evicted)
+        for name, total in (
+            ("bytes_demand", counters.bytes_demand),
+            ("bytes_speculative", counters.bytes_speculative),
+            ("reads", counters.n_reads),
+            ("retries", counters.n_retries),
+            ("io_busy_ns", counters.busy_ns),
+            ("evictions", self._table.n_evicted),
+        ):
+            self._counters.set(name, self._before[name] + total)
         self._counters.set("resident", self._table.n_used)
 
     def _report_non_finite(self, visit: Visit, frame: Frame) -> None:

@@ -309,8 +309,8 @@ class Group:
         return out if new.service != ROUTER else [r for r in out if isinstance(r, Reply) and r.identity != new.identity]
 
     def _ready(self, peer: Peer, msg: control.Ready) -> list[Instruction]:
-        if peer.state == READY:
-            return []
+        if peer.state != STARTING:
+            return []  # said twice, or by a process that has ended since
         peer.state = READY if self._drain is None else DRAINING
         peer.facts = msg.facts
         peer.stage = ""

@@ -98,8 +98,8 @@ class RouterService(Service):
             max_waiting=MAX_WAITING,
             all_logits=self._recorder is not None,
         )
-        # Numbers of an earlier router's steps must not come again.
-        self._next_step = (time.time_ns() // 1_000_000) << 16
+        # Numbers of an earlier router's steps must not come again, even when somebody sets the clock back.
+        self._next_step = (time.monotonic_ns() // 1_000_000) << 16
         self._flight: StepInFlight | None = None
         self._is_group_ready = False
         self._is_drafter_ready = False

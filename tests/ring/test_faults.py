@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import numpy as np
 import pytest
 
 from shared.container.reader import Container
+from shared.messages.drafter import EmbedReady
+from shared.messages.expert_io import PilotHint
+from shared.messages.layer import Mixed
 from tests.oracle import oracle_array
 from tests.support.ring import Answer, Ring
 
@@ -154,3 +158,71 @@ def test_impossible_prompts_are_refused_with_numbers(
         assert ring.generate([1] * 255, 4).tokens, "context - 1 tokens fit"
         done = ring.answers[list(ring.answers)[-1]].done
         assert done is not None and (done.reason, done.n_generated) == ("length", 1)
+
+
+def test_what_the_router_writes_for_its_next_step_does_not_reach_the_one_in_flight(
+    converted: Converted, tmp_path: Path
+) -> None:
+    """After an abort the frame is filled anew while attention and drafter are still at the step before."""
+    model, prompt = converted(NAME, "int4"), prompt_of()
+    with Ring(model, tmp_path, n_drafts=2) as ring:
+        expected = ring.generate(prompt, 9)
+    with Ring(model, tmp_path, n_drafts=2) as ring:
+
+        def scribble(sender: str, receiver: str, msg: object) -> bool:
+            if isinstance(msg, Mixed | EmbedReady):
+                frame = ring.services["router"]._frames.frame(0 if receiver == "attention" else 1)
+                for field in (frame.position, frame.seq, frame.block_table):
+                    field[:] = -7
+            return True
+
+        ring.on_deliver = scribble
+        got = ring.generate(prompt, 9)
+    assert got.tokens == expected.tokens
+    assert got.done and expected.done and got.done.n_accepted == expected.done.n_accepted
+
+
+def test_a_hint_for_the_layer_in_progress_changes_nothing(converted: Converted, tmp_path: Path) -> None:
+    """A replayed step's hint may come while the visit of the step before still waits for slots."""
+    model, prompt = converted(NAME, "int4"), prompt_of()
+    with Ring(model, tmp_path) as ring:
+        expected = ring.generate(prompt, 6).tokens
+    n_hints = 0
+    with Ring(model, tmp_path, n_slots=5) as ring:
+        for _ in range(3):  # the experts become warm
+            ring.submit(str(n_hints), prompt, max_tokens=6, ignore_eos=True)
+            while not ring.services["router"].is_idle():
+                ring.step()
+                visit = ring.services["expert_io"]._visit
+                if visit and visit.run and visit.run._pending:
+                    n_hints += 1
+                    hint = PilotHint(visit.step + 1, visit.layer, tuple(visit.run._pending))
+                    ring.services["expert_io"].handle(hint, "router")
+            ring.run()
+        assert ring.generate(prompt, 6).tokens == expected
+    assert n_hints
+
+
+def test_counters_of_a_new_expert_io_go_on(converted: Converted, tmp_path: Path) -> None:
+    model, prompt = converted(NAME, "int4"), prompt_of()
+    with Ring(model, tmp_path, n_slots=7) as ring:
+        ring.generate(prompt, 3)
+        before = ring.services["expert_io"]._counters.read()
+        ring.kill("expert_io")
+        ring.start("expert_io")
+        ring.generate(prompt[:3], 1)
+        after = ring.services["expert_io"]._counters.read()
+    for name in ("bytes_demand", "reads", "evictions", "io_busy_ns"):
+        assert after[name] > before[name] > 0, name
+
+
+def test_steps_of_a_new_router_are_newer_whatever_the_clock_says(
+    converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Ring(converted(NAME, "int4"), tmp_path) as ring:
+        ring.generate([1, 2, 3], 3)
+        before = ring.services["router"]._next_step
+        monkeypatch.setattr(time, "time_ns", lambda: 1)
+        ring.kill("router")
+        ring.start("router")
+        assert ring.services["router"]._next_step > before

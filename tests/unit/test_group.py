@@ -276,3 +276,13 @@ def test_last_words_end_an_incarnation_and_the_exit_adds_nothing() -> None:
     driver.hello("attention", 2)
     driver.ready("attention", 2)
     assert driver.group.is_ready
+
+
+def test_ready_of_a_process_that_has_ended_does_not_count() -> None:
+    """Its last message may be read after the system has told of its end."""
+    driver = Driver().all_ready()
+    driver.group.exited("attention", 1)
+    driver.hello("attention", 2)
+    driver.group.exited("attention", 2)
+    assert driver.ready("attention", 2) == []
+    assert not driver.group.is_ring_alive
