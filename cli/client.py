@@ -229,9 +229,9 @@ def open_session(
 ) -> Iterator[Session]:
     """The group at ``url``, else the one of ``run_dir``, else a new one that is stopped at the end. Raises ConfigError."""
     if url is not None:
-        yield Session(Client(url), Path(run_dir) if run_dir else None)
+        yield Session(Client(url), Path(run_dir).expanduser() if run_dir else None)
         return
-    directory = Path(run_dir).absolute() if run_dir else default_run_dir()
+    directory = Path(run_dir).expanduser().absolute() if run_dir else default_run_dir()
     found = find_group(directory)
     if found is not None:
         if model and Path(model).resolve() != Path(found[0].model_dir).resolve():

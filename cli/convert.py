@@ -29,7 +29,8 @@ def command(source: Path, out: Path, precision: str, threads: int) -> None:
     conversion = Conversion(source, precision)
     click.echo(conversion.describe())
     if (out / INDEX_NAME).exists() and conversion.is_finished(out):
-        click.echo(f"{out} already holds exactly this container; nothing to do.")
+        click.echo(f"{out} already is a container of this config.json in {precision}; nothing to do.")
+        click.echo("If the weights have changed since, convert them to another directory.")
         return
     total = conversion.plan.dense_bytes + conversion.plan.expert_bytes
     with click.progressbar(length=total, label="converting", show_pos=False, show_eta=True) as bar:
