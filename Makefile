@@ -36,7 +36,7 @@ $(KERNELS): $(NATIVE_SOURCES) | $(STAMP)
 	@touch $@
 
 run: $(STAMP) $(KERNELS) ## start the group on the embedded model, let it answer, show where the time went, stop
-	@$(VENV)/bin/colibri run --profile --run-dir .run $(if $(MODEL),--model "$(MODEL)") --max-tokens 160 "$(PROMPT)"
+	@$(VENV)/bin/colibri run --profile --run-dir .run $(if $(MODEL),--model "$(MODEL)") --max-tokens 300 "$(PROMPT)"
 
 test: $(STAMP) $(KERNELS) ## all tests
 	@$(PY) -m pytest $(TESTS) $(PYTEST_ARGS)
