@@ -68,6 +68,8 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--minutes", type=float, default=60, help="stop this call after so many minutes")
     parser.add_argument("--total-minutes", type=float, default=56, help="the plan of the learning rate")
+    parser.add_argument("--rows", default="train.npy", help="the file of DATA with the rows to train on")
+    parser.add_argument("--start-from", type=Path, help="state of an earlier stage, for the first call")
     parser.add_argument("--fall", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--matrix-lr", type=float, default=0.02)
@@ -82,7 +84,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(1)
     args.run.mkdir(parents=True, exist_ok=True)
-    rows = np.load(args.data / "train.npy", mmap_mode="r")
+    rows = np.load(args.data / args.rows, mmap_mode="r")
     questions = np.load(args.data / "questions.npy")
     heldout = np.load(args.data / "heldout.npy")[:96]
     shape = Shape()
@@ -99,6 +101,11 @@ def main() -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         place = saved["place"]
+    elif args.start_from:
+        saved = torch.load(args.start_from, weights_only=False)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        place = {**saved["place"], "n_rows": 0, "minutes": 0.0}
     moe_layers = [module for module in model.modules() if isinstance(module, MoE)]
     step_losses = torch.compile(model.losses, dynamic=False) if args.compile else model.losses
 
