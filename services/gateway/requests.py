@@ -208,10 +208,8 @@ class RequestTable:
 
     def _submit(self, entry: Entry, now: float) -> list[Instruction]:
         entry.state = EntryState.SENT
-        submit = entry.submit
-        if entry.tokens:
-            submit = msgspec.structs.replace(submit, resume_ids=tuple(entry.tokens))
-        return [Tell(submit)]
+        resume_ids = tuple(entry.tokens)
+        return [Tell(msgspec.structs.replace(entry.submit, resume_ids=resume_ids, router=self.router))]
 
     def _advance(self, entry: Entry, msg: RequestEvent, now: float) -> list[Instruction]:
         request = entry.submit.request

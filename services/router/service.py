@@ -42,6 +42,8 @@ from shared.stages import Stage, StepKind, StepTimer, TraceRing
 MAIN_FRAME = 0
 DRAFT_FRAME = 1
 MAX_WAITING = 256
+# A step that ends its peers each time must not be tried for ever.
+MAX_REPLAYS = 3
 
 
 @dataclass
@@ -54,6 +56,7 @@ class StepInFlight:
     plan: Plan
     drafting: list[Sequence]
     start_ns: int
+    n_replays: int = 0
 
 
 class RouterService(Service):
@@ -154,10 +157,25 @@ class RouterService(Service):
                 span.sequence.n_mtp = NO_DRAFTS
             self._end_flight()
         if is_ready and not was_ready and self._flight:
-            self._ctx.log.info("step_replay", step=self._flight.step, rows=self._flight.plan.n_rows)
-            self._counters.add("replays", 1)
-            self._send_main(self._flight.plan, self._flight.start_ns)
+            self._replay(self._flight)
         self._pump()
+
+    def _replay(self, flight: StepInFlight) -> None:
+        """The same rows as a new step, unless they have cost too many peers already."""
+        if flight.n_replays == MAX_REPLAYS:
+            for span in flight.plan.spans:
+                if span.sequence in self._scheduler.running:
+                    span.sequence.error = span.sequence.error or (
+                        "step_lost",
+                        f"Attention or expert_io was lost {MAX_REPLAYS + 1} times while it computed this step; the request "
+                        "was ended. Their logs in the run directory say why.",
+                    )
+                    self._finish(span.sequence, "")
+            self._end_flight()
+            return
+        self._ctx.log.info("step_replay", step=flight.step, rows=flight.plan.n_rows, replay=flight.n_replays + 1)
+        self._counters.add("replays", 1)
+        self._send_main(flight.plan, flight.start_ns, flight.n_replays + 1)
 
     def peer_lost(self, service: str) -> None:
         """A peer of the ring is gone: what is in flight can't finish; it runs again when the group is ready."""
@@ -190,6 +208,8 @@ class RouterService(Service):
             self._on_failed(msg)
 
     def _on_submit(self, msg: Submit) -> None:
+        if msg.router not in (0, self._ctx.incarnation):
+            return  # it was meant for our predecessor; the gateway asks us again
         try:
             if self._is_draining:
                 raise Refused("The server is shutting down; try again later.", status=503, code="shutting_down")
@@ -306,7 +326,7 @@ class RouterService(Service):
         self._next_step += n
         return step
 
-    def _send_main(self, plan: Plan, start_ns: int) -> None:
+    def _send_main(self, plan: Plan, start_ns: int, n_replays: int = 0) -> None:
         step = self._take_steps(1)
         frame = self._frames.frame(MAIN_FRAME)
         self._timer.begin_step(frame, step)
@@ -322,7 +342,7 @@ class RouterService(Service):
                 if span.n_logits:
                     frame.logit_row[row : row + span.n_logits] = range(end - span.n_logits, end)
                     row += span.n_logits
-        self._flight = StepInFlight(step, MAIN_FRAME, 1, plan, [], start_ns)
+        self._flight = StepInFlight(step, MAIN_FRAME, 1, plan, [], start_ns, n_replays)
         self._counters.add("steps", 1)
         self._counters.add("rows", plan.n_rows)
         self._bus.post(

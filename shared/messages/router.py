@@ -18,7 +18,8 @@ class Submit(Msg, tag="submit", frozen=True, array_like=True, gc=False):
 
     Exactly one of ``messages_json`` (chat, rendered by the checkpoint's template), ``prompt`` (text) and ``prompt_ids``
     is set. ``resume_ids`` are tokens already delivered: after the loss of a router the gateway submits again and the
-    answer goes on behind them. Their text was delivered with them.
+    answer goes on behind them. Their text was delivered with them. ``router`` is the incarnation this is meant for (0: any):
+    what was sent to a dead router may lie in the socket of the next one, which is asked again once it is known.
     """
 
     request: str
@@ -33,6 +34,7 @@ class Submit(Msg, tag="submit", frozen=True, array_like=True, gc=False):
     resume_ids: tuple[TokenId, ...] = ()
     template_kwargs_json: bytes | None = None
     want_prompt_ids: bool = False
+    router: int = 0
 
 
 class Abort(Msg, tag="abort", frozen=True, array_like=True, gc=False):

@@ -10,12 +10,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.group.harness import Group, event_tokens, run_up, wait_clean
+from tests.group.harness import Group, completion_body, event_tokens, run_up, wait_clean
 
 pytestmark = pytest.mark.group
 
@@ -184,6 +185,27 @@ def test_answer_survives_the_death_of_a_service(survivor: Group, service: str) -
     assert got == solo
     group.wait_ready()
     assert group.tokens(PROMPT, 12) == solo[:12]
+
+
+def test_requests_that_come_while_the_router_starts_again_are_answered(survivor: Group) -> None:
+    """The gateway may learn of its death only after it has sent them: into the socket of the next one."""
+    group = survivor
+    group.wait_ready()
+    before = group.tokens(PROMPT, 6)
+    group.kill("router")
+    with ThreadPoolExecutor(16) as pool:
+        sent = []
+        for _ in range(30):
+            sent.append(pool.submit(group.post, "/v1/completions", completion_body(PROMPT, 6)))
+            time.sleep(0.1)
+        answers = [future.result() for future in sent]
+    for answer in answers:
+        if answer.status_code == 503:
+            assert answer.json()["error"]["code"] == "not_ready"
+        else:
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["token_ids"] == before
+    group.wait_ready()
 
 
 def service_of(group: Group, name: str) -> dict[str, Any]:

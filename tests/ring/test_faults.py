@@ -51,6 +51,30 @@ def test_a_lost_peer_costs_time_only(victim: str, n_drafts: int, converted: Conv
             assert done is not None and done.reason == "length"
 
 
+def test_a_step_that_ends_its_peers_each_time_is_given_up(converted: Converted, tmp_path: Path) -> None:
+    """A poisonous request ends with a named error; the next one is served."""
+    model, prompt = converted(NAME, "int4"), prompt_of()
+    with Ring(model, tmp_path) as ring:
+        expected = ring.generate(prompt, 3).tokens
+        ring.submit("poison", prompt, max_tokens=3, ignore_eos=True)
+        router = ring.services["router"]
+        n_lost = 0
+        while router.load_counts != (0, 0):
+            for _ in range(4):
+                ring.step()
+            ring.kill("expert_io")
+            router.peer_lost("expert_io")
+            ring.start("expert_io")
+            router.group_changed(True, False)
+            n_lost += 1
+            assert n_lost < 20, "replayed for ever"
+        ring.run()
+        done = ring.answers["poison"].done
+        assert done is not None and (done.reason, done.error_code) == ("error", "step_lost")
+        assert n_lost == 4
+        assert ring.generate(prompt, 3).tokens == expected
+
+
 def test_a_resumed_request_goes_on_to_the_same_end(converted: Converted, tmp_path: Path) -> None:
     """What the gateway does after the loss of a router: it submits again with the tokens it had."""
     model, prompt = converted(NAME, "int4"), prompt_of()
@@ -226,3 +250,14 @@ def test_steps_of_a_new_router_are_newer_whatever_the_clock_says(
         ring.kill("router")
         ring.start("router")
         assert ring.services["router"]._next_step > before
+
+
+def test_a_submission_to_a_dead_router_is_not_taken_by_the_next_one(converted: Converted, tmp_path: Path) -> None:
+    """It lay in the socket; the gateway submits again, and a second one with the same id would be refused."""
+    with Ring(converted(NAME, "int4"), tmp_path) as ring:
+        ring.submit("r", [1, 2, 3], max_tokens=2, router=7)
+        assert ring.services["router"].is_idle()
+        ring.submit("r", [1, 2, 3], max_tokens=2, ignore_eos=True, router=1)
+        ring.run()
+        assert len(ring.answers["r"].tokens) == 2
+        assert ring.answers["r"].refused is None

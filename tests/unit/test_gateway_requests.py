@@ -10,8 +10,9 @@ READY = GroupState(True, "serving", "m", 100)
 STARTING = GroupState(False, "attention is loading", "m", 100)
 
 
-def submit(request: str = "r") -> Submit:
-    return Submit(request, Sampling(), prompt="x")
+def submit(request: str = "r", router: int = 0) -> Submit:
+    """As a client's request; with ``router``: as it is sent to this incarnation."""
+    return Submit(request, Sampling(), prompt="x", router=router)
 
 
 def ready_table(**limits: float) -> RequestTable:
@@ -22,7 +23,7 @@ def ready_table(**limits: float) -> RequestTable:
 
 def test_a_request_runs_to_its_end() -> None:
     table = ready_table()
-    assert table.begin(submit(), 0.0) == [Tell(submit())]
+    assert table.begin(submit(), 0.0) == [Tell(submit(router=1))]
     accepted, out, done = RequestAccepted("r", 3, 9), TokenOut("r", 0, (5,), "a"), RequestDone("r", "stop", 3, 1)
     assert table.hear(accepted, 1, 0.1) == [Give("r", accepted)]
     assert table.hear(out, 1, 0.2) == [Give("r", out)]
@@ -40,7 +41,7 @@ def test_a_new_router_goes_on_behind_the_delivered_tokens() -> None:
     assert table.hear(STARTING, 2, 1.0) == []
     assert not table.is_ready(1.0)
     assert table.hear(TokenOut("r", 2, (7,), "late"), 1, 1.1) == [], "the dead router must not be listened to"
-    assert table.hear(READY, 2, 2.0) == [Tell(Submit("r", Sampling(), prompt="x", resume_ids=(5, 6)))]
+    assert table.hear(READY, 2, 2.0) == [Tell(Submit("r", Sampling(), prompt="x", resume_ids=(5, 6), router=2))]
     assert table.hear(TokenOut("r", 2, (7,), "late"), 1, 2.05) == [], "still dead"
     table.hear(STARTING, 1, 2.06)
     assert table.is_ready(2.07), "what the dead one says of the group is void too"
@@ -54,7 +55,7 @@ def test_a_new_router_goes_on_behind_the_delivered_tokens() -> None:
 def test_a_request_that_was_not_accepted_is_submitted_again() -> None:
     table = ready_table()
     table.begin(submit(), 0.0)
-    assert table.hear(READY, 2, 1.0) == [Tell(submit())]
+    assert table.hear(READY, 2, 1.0) == [Tell(submit(router=2))]
 
 
 def test_router_changed_counts_as_a_loss_before_the_new_one_speaks() -> None:
@@ -62,7 +63,7 @@ def test_router_changed_counts_as_a_loss_before_the_new_one_speaks() -> None:
     table.begin(submit(), 0.0)
     assert table.router_changed(2, 0.5) == []
     assert not table.is_ready(0.5)
-    assert table.hear(READY, 2, 1.0) == [Tell(submit())]
+    assert table.hear(READY, 2, 1.0) == [Tell(submit(router=2))]
 
 
 def test_a_restarted_router_that_is_not_quite_there_is_asked_again() -> None:
@@ -72,7 +73,7 @@ def test_a_restarted_router_that_is_not_quite_there_is_asked_again() -> None:
     assert len(table.hear(READY, 2, 1.0)) == 1
     assert table.hear(RequestRefused("r", 503, "not_ready", "wait"), 2, 1.1) == []
     assert table.tick(1.2) == []
-    assert table.tick(1.7) == [Tell(submit())]
+    assert table.tick(1.7) == [Tell(submit(router=2))]
 
 
 def test_resumes_are_bounded_and_end_with_a_named_error() -> None:
@@ -126,7 +127,7 @@ def test_a_submission_the_bus_refused_is_tried_again() -> None:
     table.begin(submit(), 0.0)
     table.send_failed(submit(), 0.0)
     assert table.tick(0.1) == []
-    assert table.tick(0.6) == [Tell(submit())]
+    assert table.tick(0.6) == [Tell(submit(router=1))]
     table.send_failed(submit(), 0.6)
     assert table.leave("r", "client_gone") == [], "the router never heard of it"
 
