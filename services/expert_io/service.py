@@ -184,8 +184,6 @@ class ExpertIoService(Service):
     def _on_hint(self, msg: PilotHint) -> None:
         if msg.layer not in self._layers:
             return
-        if self._visit and self._visit.layer == msg.layer:
-            return  # late, or of the step that replaces this one: a visit reads its own experts
         room = int(len(self._table.slots) * GUESS_SHARE) - len(self._table.guesses_in_flight())
         for expert in msg.experts:
             key = (msg.layer, expert)

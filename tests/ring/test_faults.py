@@ -12,7 +12,6 @@ import pytest
 
 from shared.container.reader import Container
 from shared.messages.drafter import EmbedReady
-from shared.messages.expert_io import PilotHint
 from shared.messages.layer import Mixed
 from tests.oracle import oracle_array
 from tests.support.ring import Answer, Ring
@@ -204,27 +203,6 @@ def test_what_the_router_writes_for_its_next_step_does_not_reach_the_one_in_flig
         got = ring.generate(prompt, 9)
     assert got.tokens == expected.tokens
     assert got.done and expected.done and got.done.n_accepted == expected.done.n_accepted
-
-
-def test_a_hint_for_the_layer_in_progress_changes_nothing(converted: Converted, tmp_path: Path) -> None:
-    """A replayed step's hint may come while the visit of the step before still waits for slots."""
-    model, prompt = converted(NAME, "int4"), prompt_of()
-    with Ring(model, tmp_path) as ring:
-        expected = ring.generate(prompt, 6).tokens
-    n_hints = 0
-    with Ring(model, tmp_path, n_slots=5) as ring:
-        for _ in range(3):  # the experts become warm
-            ring.submit(str(n_hints), prompt, max_tokens=6, ignore_eos=True)
-            while not ring.services["router"].is_idle():
-                ring.step()
-                visit = ring.services["expert_io"]._visit
-                if visit and visit.run and visit.run._pending:
-                    n_hints += 1
-                    hint = PilotHint(visit.step + 1, visit.layer, tuple(visit.run._pending))
-                    ring.services["expert_io"].handle(hint, "router")
-            ring.run()
-        assert ring.generate(prompt, 6).tokens == expected
-    assert n_hints
 
 
 def test_counters_of_a_new_expert_io_go_on(converted: Converted, tmp_path: Path) -> None:
