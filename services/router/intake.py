@@ -69,5 +69,5 @@ class Intake:
             )
         if msg.messages_json is not None:
             kwargs = msgspec.json.decode(msg.template_kwargs_json) if msg.template_kwargs_json else {}
-            return self._tokenizer.encode_chat(msgspec.json.decode(msg.messages_json), kwargs)
-        return self._tokenizer.encode(msg.prompt or "")
+            return self._tokenizer.encode_chat(msgspec.json.decode(msg.messages_json), kwargs, self._max_context - 1)
+        return self._tokenizer.encode(msg.prompt or "", self._max_context - 1)

@@ -7,6 +7,7 @@ template runs and the pieces are encoded apart.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from shared.errors import Refused
 
 # A private-use character that marks the cut; removed again before encoding.
 _CUT = "\U0010fffd"
+
+MANY_CHARS = 1 << 18
+"""Splitting more takes seconds in which nobody is served, so what can't fit anyway is refused without it."""
 
 
 class ModelTokenizer:
@@ -41,9 +45,39 @@ class ModelTokenizer:
     def exists(model_dir: Path) -> bool:
         return (model_dir / "tokenizer.json").is_file()
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a raw prompt; control tokens spelt in it are meant."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, at_most: int | None = None) -> list[int]:
+        """Ids of a raw prompt; control tokens spelt in it are meant. ``at_most``: how many can be of use."""
+        return self._encode_parts([text], at_most, "prompt")
+
+    def _encode_parts(self, parts: list[str], at_most: int | None, param: str) -> list[int]:
+        n_chars = sum(map(len, parts))
+        n_least = n_chars // self._longest_piece if n_chars > MANY_CHARS else 0
+        if at_most is not None and n_least > at_most:
+            raise Refused(
+                f"The prompt has {n_least} tokens or more, at most {at_most} fit the context. Shorten the prompt or start "
+                "with a larger --max-context.",
+                code="context_length_exceeded",
+                param=param,
+            )
+        try:
+            return [i for part in parts for i in self._tokenizer.encode(part, add_special_tokens=False).ids]
+        except BaseException as error:
+            # A panic of the library is no Exception; megabytes of blanks are too much for its regular expressions, say.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise Refused(
+                f"The model's tokenizer can't split this text ({error}).", code="invalid_value", param=param
+            ) from None
+
+    @functools.cached_property
+    def _longest_piece(self) -> int:
+        """No token stands for more characters than this."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        vocab = self._tokenizer.get_vocab()
+        is_plain = self._byte_of and self._byte_of.keys() <= vocab.keys() and not self._tokenizer.normalizer
+        if not is_plain or any(token.lstrip or token.rstrip for token in added):
+            return 1 << 62  # characters may vanish, or one token swallow any number of them
+        return max(map(len, vocab))
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
@@ -59,7 +93,9 @@ class ModelTokenizer:
             return bytes([int(match[1], 16)])
         return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
 
-    def encode_chat(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> list[int]:
+    def encode_chat(
+        self, messages: list[dict[str, Any]], kwargs: dict[str, Any], at_most: int | None = None
+    ) -> list[int]:
         """Ids of a conversation rendered by the checkpoint's own template, with a generation prompt."""
         if self._template is None:
             raise Refused(
@@ -82,17 +118,14 @@ class ModelTokenizer:
                 code="template_error",
                 param="messages",
             ) from error
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise Refused(
                 f"The model's chat template can't render these messages ({type(error).__name__}: {error}).",
                 status=400,
                 code="template_error",
                 param="messages",
             ) from error
-        ids: list[int] = []
-        for part in text.split(_CUT):
-            ids.extend(self._tokenizer.encode(part, add_special_tokens=False).ids)
-        return ids
+        return self._encode_parts(text.split(_CUT), at_most, "messages")
 
     def _disarm(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -1,12 +1,17 @@
-"""The bytes of single tokens, which the text of an answer must be made of."""
+"""Tokens and text: the bytes of single tokens, and texts that no tokenizer should have to split."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.router.tokenizer import ModelTokenizer
+from shared.errors import Refused
+
+EMBEDDED = Path(__file__).parents[2] / "models" / "fledgling"
 
 
 def test_pieces_of_a_byte_level_vocabulary_join_to_the_text(tmp_path: Path) -> None:
@@ -38,3 +43,33 @@ def test_byte_fallback_pieces_are_bytes(tmp_path: Path) -> None:
     model = ModelTokenizer(tmp_path)
     assert b"".join(model.piece(byte + 1) for byte in "é".encode()) == "é".encode()
     assert model.piece(257).strip() == b"a"
+
+
+@pytest.mark.parametrize("letter", ["a", "é ", " "])
+def test_a_text_that_can_not_fit_is_refused_without_splitting_it(letter: str) -> None:
+    """Megabytes take a minute in which the router serves nobody."""
+    model, text = ModelTokenizer(EMBEDDED), letter * (8 << 20)
+    begin = time.monotonic()
+    for encode in (
+        lambda: model.encode(text, 2047),
+        lambda: model.encode_chat([{"role": "user", "content": text}], {}, 2047),
+    ):
+        with pytest.raises(Refused, match="tokens or more, at most 2047 fit") as refused:
+            encode()
+        assert refused.value.code == "context_length_exceeded"
+    assert time.monotonic() - begin < 3
+
+
+def test_a_bound_is_never_above_the_number_of_tokens() -> None:
+    model = ModelTokenizer(EMBEDDED)
+    text = "Once upon a time, there was a little bird. " * 7000
+    n = len(model.encode(text))
+    assert len(model.encode(text, n)) == n
+
+
+def test_a_panic_of_the_tokenizer_is_a_refusal() -> None:
+    """Its regular expressions give up on so many blanks; the router must not end with them."""
+    with pytest.raises(Refused, match="can't split this text") as refused:
+        ModelTokenizer(EMBEDDED).encode(" " * (12 << 20))
+    assert refused.value.status == 400
+    assert ModelTokenizer(EMBEDDED).encode("hello")
