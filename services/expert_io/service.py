@@ -296,17 +296,6 @@ class ExpertIoService(Service):
             self._ctx.bus.post("router", LayerFailed(visit.step, visit.layer, row, fault.code, fault.message))
         self._visit = None
         self._ctx.bus.post(visit.sender, Mixed(visit.step, visit.layer, visit.frame_number))
-        counters = self._store.reader.counters()
-        for name, total in (
-            ("bytes_demand", counters.bytes_demand),
-            ("bytes_speculative", counters.bytes_speculative),
-            ("reads", counters.n_reads),
-            ("retries", counters.n_retries),
-            ("io_busy_ns", counters.busy_ns),
-            ("evictions", self._table.n_evicted),
-        ):
-            self._counters.set(name, self._before[name] + total)
-        self._counters.set("resident", self._table.n_used)
 
     def _report_non_finite(self, visit: Visit, frame: Frame) -> None:
         """Name the expert whose output is not finite and stop it from spreading."""
@@ -347,6 +336,21 @@ class ExpertIoService(Service):
                 self._read_failed(visit, slot, fault)
             if visit and visit.run:
                 self._issue(visit.run.more_reads())
+        self._publish()
+
+    def _publish(self) -> None:
+        """What the read pool and the slot table count themselves goes into the shared counters."""
+        counters = self._store.reader.counters()
+        for name, total in (
+            ("bytes_demand", counters.bytes_demand),
+            ("bytes_speculative", counters.bytes_speculative),
+            ("reads", counters.n_reads),
+            ("retries", counters.n_retries),
+            ("io_busy_ns", counters.busy_ns),
+            ("evictions", self._table.n_evicted),
+        ):
+            self._counters.set(name, self._before[name] + total)
+        self._counters.set("resident", self._table.n_used)
 
     def _read_failed(self, visit: Visit | None, slot: Slot, fault: ReadFault) -> None:
         self._counters.add("read_errors", 1)

@@ -43,6 +43,7 @@ class SlotTable:
         self._of_key: dict[Key, Slot] = {}
         self._free = list(range(n_slots - 1, -1, -1))
         self._heat: dict[Key, float] = {}
+        self._guesses: dict[int, Slot] = {}  # loading on a hint, oldest first
         self._half_life = max(1, half_life)
         self.clock = 0
         self.n_evicted = 0
@@ -70,6 +71,7 @@ class SlotTable:
         assert slot.key is not None
         slot.last_used = self.clock
         slot.is_guess = False
+        self._guesses.pop(slot.index, None)
         self._heat[slot.key] = self._heat.get(slot.key, 0.0) + 1.0
 
     def acquire(self, key: Key, *, is_guess: bool) -> Slot | None:
@@ -92,17 +94,21 @@ class SlotTable:
         slot.is_guess = is_guess
         slot.is_doomed = False
         self._of_key[key] = slot
+        if is_guess:
+            self._guesses[slot.index] = slot
         return slot
 
     def loaded(self, slot: Slot) -> None:
         """The slot's read is complete."""
         slot.state = SlotState.RESIDENT
+        self._guesses.pop(slot.index, None)
 
     def doom(self, slot: Slot) -> None:
         """The slot's read was cancelled: nobody may find it; its memory is free when ``release`` is called."""
         if slot.key is not None:
             self._of_key.pop(slot.key, None)
         slot.is_doomed = True
+        self._guesses.pop(slot.index, None)
 
     def release(self, slot: Slot) -> None:
         """Free a slot whose read failed or was cancelled and has ended."""
@@ -113,11 +119,12 @@ class SlotTable:
         slot.pins = 0
         slot.is_doomed = False
         slot.is_guess = False
+        self._guesses.pop(slot.index, None)
         self._free.append(slot.index)
 
     def guesses_in_flight(self) -> list[Slot]:
         """Slots that load on a hint, least promising (oldest) first."""
-        return [s for s in self.slots if s.state is SlotState.LOADING and s.is_guess and not s.is_doomed]
+        return list(self._guesses.values())
 
     def _forget(self, slot: Slot) -> None:
         if slot.key is not None:

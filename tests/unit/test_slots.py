@@ -147,3 +147,21 @@ def test_an_abandoned_visit_lets_go_of_every_slot() -> None:
     for order in orders:
         table.loaded(order.slot)
     assert drive(LayerRun(1, 0, [7, 8], table), table, random.Random(1)) is not None
+
+
+def test_the_guesses_in_flight_are_those_that_load_on_a_hint() -> None:
+    rng = random.Random(3)
+    table = SlotTable(6, half_life=50)
+    for step in range(2000):
+        slot = rng.choice(table.slots)
+        key = (0, rng.randrange(20))
+        if rng.random() < 0.4 and table.find(key) is None:
+            table.acquire(key, is_guess=rng.random() < 0.6)
+        elif slot.state is SlotState.LOADING and slot.is_doomed:
+            table.release(slot)
+        elif slot.state is SlotState.LOADING:
+            rng.choice((table.loaded, table.touch, table.doom, table.release))(slot)
+        elif slot.state is SlotState.RESIDENT:
+            table.touch(slot)
+        loading = {s.index for s in table.slots if s.state is SlotState.LOADING and s.is_guess and not s.is_doomed}
+        assert {s.index for s in table.guesses_in_flight()} == loading, step
