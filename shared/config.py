@@ -157,7 +157,8 @@ def load_settings(toml_path: str | Path | None = None, overrides: dict[str, Any]
     for key, (low, high) in _RANGES.items():
         value = getattr(settings, key)
         if isinstance(value, (int, float)) and not low <= value <= high:
-            raise ConfigError(f"{key} = {value}: allowed are {low:g} to {high:g}")
+            name = "ram" if key == "ram_bytes" else key
+            raise ConfigError(f"{name} = {value}: allowed are {low:,} to {high:,}")
     return settings
 
 

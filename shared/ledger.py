@@ -184,6 +184,8 @@ def _check_settings(spec: ModelSpec, settings: Settings) -> None:
         raise ConfigError(
             f"max_context = {settings.max_context:,}: the model was made for at most {spec.max_context:,} tokens. Give less."
         )
+    if settings.max_context == 1:
+        raise ConfigError("max_context = 1: at least 2 are needed (a token of the prompt and one of the answer).")
     if 0 < settings.slots <= spec.gate_k:
         raise ConfigError(
             f"slots = {settings.slots}: at least {spec.gate_k + 1} are needed (the {spec.gate_k} experts of a "

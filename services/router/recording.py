@@ -12,13 +12,17 @@ import msgpack
 import numpy as np
 
 from services.router.scheduler import Plan
+from shared.errors import ConfigError
 
 
 class LogitRecorder:
     """Appends ``{request, position, token, n_prompt, logits}``; ``logits`` are the row's f32 bytes, ``token`` its input."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab")
+        try:
+            self._file = path.open("ab")
+        except OSError as error:
+            raise ConfigError(f"record_logits: {path} can't be written: {error.strerror}") from None
 
     def record(self, plan: Plan, logits: Any) -> None:
         """logits f32[L, V] of a finished step."""

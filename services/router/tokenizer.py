@@ -6,15 +6,16 @@ template runs and the pieces are encoded apart.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shared.errors import Refused
+from shared.errors import ContainerError, Refused
 
 # A private-use character that marks the cut; removed again before encoding.
 _CUT = "\U0010fffd"
@@ -26,20 +27,23 @@ MANY_CHARS = 1 << 18
 class ModelTokenizer:
     """The checkpoint's tokenizer and template.
 
-    Raises ``Refused`` (HTTP status, code, parameter) for what a request may get wrong.
+    Raises ``Refused`` (HTTP status, code, parameter) for what a request may get wrong, ContainerError for damaged files.
     """
 
     def __init__(self, model_dir: Path) -> None:
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        path = model_dir / "tokenizer.json"
+        with _naming(path):
+            self._tokenizer = Tokenizer.from_file(str(path))
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = frozenset(added)
         self._specials = frozenset(t.content for t in added.values() if t.special)
         self._byte_of = _bytes_of_letters() if type(self._tokenizer.decoder).__name__ == "ByteLevel" else {}
         self._controls = sorted((t.content for t in added.values() if t.content), key=len, reverse=True)
-        self._special_tokens, source = _read_tokenizer_config(model_dir)
-        self._template = _compile_template(source) if source else None
+        self._special_tokens, source, path = _read_tokenizer_config(model_dir)
+        with _naming(path):
+            self._template = _compile_template(source) if source else None
 
     @staticmethod
     def exists(model_dir: Path) -> bool:
@@ -147,13 +151,24 @@ def _bytes_of_letters() -> dict[str, int]:
     return {chr(byte): byte for byte in own} | {chr(0x100 + k): byte for k, byte in enumerate(others)}
 
 
-def _read_tokenizer_config(model_dir: Path) -> tuple[dict[str, str], str | None]:
-    """(bos_token, eos_token, ... as text; the template's source, if any)."""
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Whatever a library says of a file becomes a sentence with the file's name."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  (libraries raise what they like)
+        reason = getattr(error, "strerror", None) or error
+        raise ContainerError(f"{path} can't be used: {reason}. Copy the file again from the checkpoint.") from None
+
+
+def _read_tokenizer_config(model_dir: Path) -> tuple[dict[str, str], str | None, Path]:
+    """(bos_token, eos_token, ... as text; the template's source, if any; the file it is from)."""
     special: dict[str, str] = {}
     source = None
     config_path = model_dir / "tokenizer_config.json"
     if config_path.is_file():
-        config = json.loads(config_path.read_text("utf-8"))
+        with _naming(config_path):
+            config = dict(json.loads(config_path.read_text("utf-8")))
         for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
             value = config.get(key)
             if isinstance(value, dict):
@@ -167,8 +182,9 @@ def _read_tokenizer_config(model_dir: Path) -> tuple[dict[str, str], str | None]
             source = template
     template_path = model_dir / "chat_template.jinja"
     if template_path.is_file():
-        source = template_path.read_text("utf-8")
-    return special, source
+        with _naming(template_path):
+            return special, template_path.read_text("utf-8"), template_path
+    return special, source, config_path
 
 
 def _compile_template(source: str) -> Any:

@@ -118,6 +118,13 @@ def test_fewest_slots() -> None:
         ledger(spec, facts, 8 * GIB, slots=spec.gate_k)
 
 
+def test_a_context_that_holds_no_answer() -> None:
+    spec, facts = model("tiny")
+    assert ledger(spec, facts, 8 * GIB, max_context=2).max_context == 2
+    with pytest.raises(ConfigError, match=r"max_context = 1: at least 2"):
+        ledger(spec, facts, 8 * GIB, max_context=1)
+
+
 def test_context_has_a_sensible_default() -> None:
     spec, facts = model("glm-5.2", 12)
     assert ledger(spec, facts, 512 * GIB).max_context == 8192

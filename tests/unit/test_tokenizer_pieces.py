@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from services.router.tokenizer import ModelTokenizer
-from shared.errors import Refused
+from shared.errors import ContainerError, Refused
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "fledgling"
 
@@ -73,3 +74,21 @@ def test_a_panic_of_the_tokenizer_is_a_refusal() -> None:
         ModelTokenizer(EMBEDDED).encode(" " * (12 << 20))
     assert refused.value.status == 400
     assert ModelTokenizer(EMBEDDED).encode("hello")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", b'{"a":'),
+        ("tokenizer_config.json", b'{"x"'),
+        ("tokenizer_config.json", b"[1]"),
+        ("chat_template.jinja", b"{% if %}"),
+        ("chat_template.jinja", b"\xff\xfe"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes) -> None:
+    for path in EMBEDDED.glob("*token*.json"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ContainerError, match=f"{name} can't be used: .*Copy the file again"):
+        ModelTokenizer(tmp_path)
