@@ -93,13 +93,13 @@ class Client:
     """One server. A connection per request, so that leaving a stream is closing it, which stops the server's work."""
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
         try:
+            parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
             port = parts.port
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError
         except ValueError:
-            port = None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is not the address of a server; it looks like http://127.0.0.1:8484")
+            raise ConfigError(f"{url!r} is not the address of a server; it looks like http://127.0.0.1:8484") from None
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._is_https = parts.scheme == "https"
         self._host, self._port = parts.hostname, port

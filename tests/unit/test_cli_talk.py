@@ -128,6 +128,12 @@ def test_a_server_that_is_not_there() -> None:
     assert colibri("run", "--url", "ftp://x", "x").returncode == 78
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "ftp://127.0.0.1", "http://:80", ""])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the address of a server"):
+        Client(url)
+
+
 def test_profile_needs_a_group(tmp_path: Path) -> None:
     done = colibri("profile", "--run-dir", str(tmp_path))
     assert done.returncode == 78
