@@ -22,12 +22,14 @@ from typing import IO, Any, TextIO
 from urllib.parse import urlsplit
 
 from shared.bus import ControlClient
-from shared.config import FROZEN_NAME, GroupConfig, load_frozen
+from shared.config import FROZEN_NAME, GroupConfig, is_locked, load_frozen
 from shared.endpoints import GATEWAY, Endpoints, default_run_dir
 from shared.errors import ColibriError, ConfigError
 from shared.messages.control import Status, StatusWanted
 
 CONNECT_TIMEOUT_S = 10.0
+START_WAIT_S = 600.0
+"""How long a group that somebody else starts may take; a large model takes minutes."""
 SILENCE_TIMEOUT_S = 60.0
 """The server sends a comment every ten seconds while it works; longer silence means it is gone."""
 
@@ -232,7 +234,7 @@ def open_session(
         yield Session(Client(url), Path(run_dir).expanduser() if run_dir else None)
         return
     directory = Path(run_dir).expanduser().absolute() if run_dir else default_run_dir()
-    found = find_group(directory)
+    found = _await_group(directory)
     if found is not None:
         if model and Path(model).resolve() != Path(found[0].model_dir).resolve():
             raise ConfigError(
@@ -245,6 +247,28 @@ def open_session(
         raise ConfigError(f"no group is running in {directory}; start one with colibri-up")
     with _own_group(directory, model) as url:
         yield Session(Client(url), directory, is_ours=True)
+
+
+def _await_group(directory: Path) -> tuple[GroupConfig, str] | None:
+    """``find_group``, but a group that is still starting there is waited for."""
+    deadline = time.monotonic() + START_WAIT_S
+    is_told = False
+    while True:
+        found = find_group(directory)
+        if found is not None and _can_answer(found[0]):
+            return found
+        if not is_locked(directory) or time.monotonic() > deadline:
+            return found
+        if not is_told:
+            sys.stderr.write(f"waiting for the group that is starting in {directory} ...\n")
+            is_told = True
+        time.sleep(0.2)
+
+
+def _can_answer(config: GroupConfig) -> bool:
+    """Whether waiting is useless: it is ready, or on its way out and will say so itself."""
+    status = ask_status(config)
+    return status is not None and (status.is_ready or any(s.state == "draining" for s in status.services))
 
 
 @contextlib.contextmanager

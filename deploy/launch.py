@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy import rundir
 from deploy.supervisor_conf import render, services_of
-from shared.config import FROZEN_NAME, GroupConfig, Settings, freeze
+from shared.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked
 from shared.endpoints import DRAFTER, Endpoints, default_run_dir
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
 from shared.lifecycle import read_last_words
@@ -413,9 +413,9 @@ def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False) -
         raise ConfigError(f"the group in {run_dir} has no keeper any more; it is ending or still starting: try again")
     stop_keeper(pid, lambda: rundir.keeper_pid(run_dir) != pid)
     deadline = time.monotonic() + KEEPER_STOP_S
-    while rundir.is_locked(run_dir) and time.monotonic() < deadline:
+    while is_locked(run_dir) and time.monotonic() < deadline:
         time.sleep(0.02)
-    if not rundir.is_locked(run_dir):
+    if not is_locked(run_dir):
         rundir.clean_run(run_dir, config.run_id)
     return n_cut
 

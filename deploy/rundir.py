@@ -21,12 +21,11 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from shared.config import FROZEN_NAME, GroupConfig, load_frozen
+from shared.config import FROZEN_NAME, LOCK_NAME, GroupConfig, is_locked, load_frozen
 from shared.endpoints import Endpoints
 from shared.errors import ConfigError
 from shared.segments import process_start, unlink_run
 
-LOCK_NAME = "lock"
 PROCESSES_NAME = "processes.json"
 SUPERVISOR_CONF_NAME = "supervisord.conf"
 _VOLATILE = (FROZEN_NAME, SUPERVISOR_CONF_NAME, PROCESSES_NAME, "supervisor.pid")
@@ -72,21 +71,6 @@ def describe_lock(fd: int, **facts: Any) -> None:
     """Writes who holds the lock, for the sentence of a second start."""
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps(facts).encode(), 0)
-
-
-def is_locked(run_dir: Path) -> bool:
-    """Whether a group lives in this run directory."""
-    try:
-        fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
 
 
 def read_json(path: Path) -> dict[str, Any]:

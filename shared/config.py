@@ -7,6 +7,7 @@ learns at run time goes into its ``Ready``.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import tomllib
@@ -18,6 +19,8 @@ import msgspec
 from shared.errors import ConfigError
 
 FROZEN_NAME = "group.json"
+LOCK_NAME = "lock"
+"""In the run directory: held by colibri-up and the keeper as long as the group lives."""
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -196,3 +199,18 @@ def load_frozen(path: str | Path) -> GroupConfig:
         raise ConfigError(f"{path}: {error.strerror}; is the group still running?") from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} was not written by this version of colibri-up: {error}") from None
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a group lives in this run directory, or is about to."""
+    try:
+        fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -153,3 +153,15 @@ def test_run_starts_a_group_and_ends_it_whatever_happens(model: Path, run_dir: P
         assert len(out.strip().split(",")) == 12
     wait_for(lambda: {path.name for path in run_dir.iterdir()} <= KEPT, "the run directory to be empty")
     assert not list(Path("/dev/shm").glob(f"colibri-{os.getuid()}-{run_id}*"))
+
+
+def test_run_waits_for_a_group_that_somebody_else_is_starting(model: Path, run_dir: Path) -> None:
+    starting = Group(model, run_dir)
+    with (run_dir.parent / "out").open("w") as out:
+        starting.process = subprocess.Popen(starting.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, text=True)
+    wait_for(lambda: (run_dir / "lock").exists() and (run_dir / "log").exists(), "the start")
+    done = colibri("run", "--run-dir", str(run_dir), "--ids", "3,14,15", "--max-tokens", "5", "--temperature", "0")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip().split(",")) == 5
+    assert "waiting for the group that is starting" in done.stderr
+    assert starting.stop() == 0
