@@ -52,7 +52,6 @@ class Stage(IntEnum):
     DRAFT = 17
     DRAFT_WAIT = 18
     """the drafter waits for embedding, head or experts"""
-    GRAMMAR = 19
     UNION = 20
     """expert_io sorts rows by expert, looks at its slots and issues reads"""
     RESIDUAL = 22

@@ -1,14 +1,14 @@
 /* cb_frame.h: layout of a step frame, the shared segment in which the tensors of one step cross process borders.
  *
  * One source: cb_frame_layout() computes where every field lies; Python reads that table (shared/frame.py) and writes
- * no offset of its own. One writer per field. A message that names (step, frame) transfers the right to read what its
+ * no offset of its own. One writer per field at a time. A message that names (step, frame) transfers the right to read what its
  * sender wrote before sending it; nobody polls the memory.
  *
  *   field        dtype  shape                    writer     meaning
- *   token        i32    [T]                      router     token id of each row
+ *   token        i32    [T]                      router (drafter: the next pass of a draft step) token id of each row
  *   position     i32    [T]                      router     position of each row in its sequence
  *   seq          i32    [T]                      router     row of block_table
- *   logit_row    i32    [L]                      router     rows whose logits are wanted
+ *   logit_row    i32    [L]                      router (drafter: from its first pass on) rows whose logits are wanted
  *   block_table  i32    [S, B]                   router     KV blocks of each sequence (drafter uses the same numbers)
  *   embed        f32    [T, D]                   attention  embedding rows for the drafter
  *   hidden       f32    [T, D]                   attention or drafter: post-attention norm, input of gate and experts

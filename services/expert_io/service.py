@@ -206,7 +206,6 @@ class ExpertIoService(Service):
     def _doom(self, slot: Slot) -> None:
         self._table.doom(slot)
         self._store.cancel(slot)
-        self._counters.add("pilot_wasted", 1)
 
     # -- work ------------------------------------------------------------------------------------------------
 
@@ -348,6 +347,7 @@ class ExpertIoService(Service):
             ("retries", counters.n_retries),
             ("io_busy_ns", counters.busy_ns),
             ("evictions", self._table.n_evicted),
+            ("pilot_wasted", self._table.n_guesses_wasted),
         ):
             self._counters.set(name, self._before[name] + total)
         self._counters.set("resident", self._table.n_used)

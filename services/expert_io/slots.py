@@ -47,7 +47,7 @@ class SlotTable:
         self._half_life = max(1, half_life)
         self.clock = 0
         self.n_evicted = 0
-        self.n_guesses_wasted = 0
+        self.n_guesses_wasted = 0  # cancelled, or evicted without ever being asked for
 
     def find(self, key: Key) -> Slot | None:
         return self._of_key.get(key)
@@ -108,6 +108,7 @@ class SlotTable:
         if slot.key is not None:
             self._of_key.pop(slot.key, None)
         slot.is_doomed = True
+        self.n_guesses_wasted += 1
         self._guesses.pop(slot.index, None)
 
     def release(self, slot: Slot) -> None:

@@ -109,6 +109,7 @@ def test_a_doomed_read_keeps_its_slot_until_it_has_ended() -> None:
     assert guess is not None
     table.doom(guess)
     assert table.find((0, 1)) is None
+    assert table.n_guesses_wasted == 1
     assert table.acquire((0, 2), is_guess=False) is None, "the slot's memory is still being written"
     table.release(guess)
     assert table.acquire((0, 2), is_guess=False) is guess
