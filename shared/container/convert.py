@@ -5,7 +5,7 @@ Bounded memory: matrices are read, packed and written in pieces of a few thousan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ class Conversion:
                 )
 
     def _is_equal(self, a: str, b: str) -> bool:
-        n_rows = _chunk_rows(self.spec.hidden)
+        n_rows = chunk_rows(self.spec.hidden)
         return all(
             np.array_equal(x, y)
             for x, y in zip(self.checkpoint.row_chunks(a, n_rows), self.checkpoint.row_chunks(b, n_rows))
@@ -195,21 +195,39 @@ class Conversion:
 
     # ---- making ---------------------------------------------------------------------------------------------------
 
-    def _make_dense(self, item: DenseItem) -> Iterator[Any]:
+    def dense_pieces(self, item: DenseItem) -> Iterator[F32]:
+        """What an item is made from, unrounded: f32[n] of a vector, matrices in pieces of rows, a stack one by one."""
         (name, shape) = self._sources(item)[0]
+        if item.kind == "vector":
+            yield self.checkpoint.rows(name)
+        elif item.stack > 1 or item.name.endswith((".k_b.weight", ".v_b.weight")):
+            yield from self._head_matrices(item, name)
+        else:
+            yield from self.checkpoint.row_chunks(name, chunk_rows(shape[1]))
+
+    def embedding_rows(self, ids: Sequence[int]) -> F32:
+        """f32[len(ids), hidden] of the embedding, without reading the rest of it."""
+        return np.concatenate([self.checkpoint.rows("model.embed_tokens.weight", i, i + 1) for i in ids])
+
+    def expert_matrices(self, layer: ExpertFilePlan, expert: int) -> Iterator[tuple[str, F32]]:
+        """(name, values f32[out, in]) of an expert's gate, up and down projection, unrounded."""
+        for name, _ in _expert_sources(layer, expert):
+            yield name, self.checkpoint.rows(name)
+
+    def _make_dense(self, item: DenseItem) -> Iterator[Any]:
+        pieces = self.dense_pieces(item)
         try:
             if item.kind == "vector":
-                vector = self.checkpoint.rows(name)
-                if not np.isfinite(vector).all():
-                    raise ValueError("a value is NaN or infinite")
-                yield vector
-            elif item.stack > 1 or item.name.endswith((".k_b.weight", ".v_b.weight")):
-                yield from pack_chunks(self._head_matrices(item, name), item.format)
+                for vector in pieces:
+                    if not np.isfinite(vector).all():
+                        raise ValueError("a value is NaN or infinite")
+                    yield vector
             elif item.kind == "table":
-                yield from table_chunks(self.checkpoint.row_chunks(name, _chunk_rows(shape[1])), item.format)
+                yield from table_chunks(pieces, item.format)
             else:
-                yield from pack_chunks(self.checkpoint.row_chunks(name, _chunk_rows(shape[1])), item.format)
+                yield from pack_chunks(pieces, item.format)
         except ValueError as error:
+            name, _ = self._sources(item)[0]
             raise ContainerError(f"{self.source}: tensor {name!r} can't be converted: {error}.") from None
 
     def _head_matrices(self, item: DenseItem, name: str) -> Iterator[F32]:
@@ -225,11 +243,10 @@ class Conversion:
 
     def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> Any:
         layer, expert = source
-        names = [name for name, _ in _expert_sources(layer, expert)]
         matrices = []
-        for name in names:
+        for name, values in self.expert_matrices(layer, expert):
             try:
-                matrices.append(pack_matrix(self.checkpoint.rows(name), layer.layout.format))
+                matrices.append(pack_matrix(values, layer.layout.format))
             except ValueError as error:
                 raise ContainerError(f"{self.source}: tensor {name!r} can't be converted: {error}.") from None
         return expert_record(layer, matrices)
@@ -307,7 +324,7 @@ def _kv_b_name(name: str) -> str:
     return name.rsplit(".", 2)[0] + ".kv_b_proj.weight"
 
 
-def _chunk_rows(width: int) -> int:
+def chunk_rows(width: int) -> int:
     """Rows of a piece: a multiple of a tile and of an fp8 block."""
     return max(_CHUNK_VALUES // width // 128, 1) * 128
 

@@ -142,12 +142,12 @@ def quantise_rows(w: F32) -> tuple[npt.NDArray[np.int8], F32]:
     return q.astype(np.int8), scale
 
 
-def quantise_groups(w: F32) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
-    """w f32[rows, groups * 64] -> q i8 in -8..7 of the same shape and scales f16[rows, groups].
+def quantise_groups(w: F32, group: int = GROUP) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
+    """w f32[rows, groups * group] -> q i8 in -8..7 of the same shape and scales f16[rows, groups].
 
     The scale is f16(max|w| / 7), raised to the next f16 where rounding down would push the largest value out of range.
     """
-    grouped = w.reshape(w.shape[0], -1, GROUP)
+    grouped = w.reshape(w.shape[0], -1, group)
     largest = np.abs(grouped).max(axis=2).astype(np.float32)
     _require_finite(largest)
     wanted = largest / np.float32(7.0)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shared.container.pack import from_bf16, scale_bytes, unpack_matrix, weight_bytes
+from shared.container.plain import dense_values, expert_values
 from shared.container.reader import Container, Tensor, aligned_buffer
 from shared.model_spec import ModelSpec
 
@@ -42,38 +42,16 @@ class Weights:
         """(gate, up, down) of one routed expert, from its record."""
         if (layer, expert) not in self._cache:
             record = self._container.read_expert(layer, expert)
-            layout = self._container.experts[layer].layout
-            fmt, inner, hidden = layout.format, layout.inner, layout.hidden
-            sections = (
-                (layout.gate_w, layout.gate_s, inner, hidden),
-                (layout.up_w, layout.up_s, inner, hidden),
-                (layout.down_w, layout.down_s, hidden, inner),
-            )
-            matrices = []
-            for at, scale_at, out, in_ in sections:
-                weight = record[at : at + weight_bytes(fmt, out, in_)]
-                scale = None if scale_at is None else record[scale_at : scale_at + scale_bytes(fmt, out, in_)]
-                matrices.append(unpack_matrix(weight, scale, fmt, out, in_).astype(np.float64))
-            self._cache[layer, expert] = tuple(matrices)
+            matrices = expert_values(record, self._container.experts[layer].layout)
+            self._cache[layer, expert] = tuple(m.astype(np.float64) for m in matrices)
         found: tuple[F64, F64, F64] = self._cache[layer, expert]
         return found
 
 
 def plain_values(tensor: Tensor) -> npt.NDArray[np.float32]:
     """The dequantised values of a loaded tensor: f32 of its shape, with the stack in front when there is one."""
-    if tensor.kind == "vector":
-        return tensor.weight
-    if tensor.kind == "table":
-        if tensor.format == "bf16":
-            return from_bf16(tensor.weight)
-        return tensor.weight if tensor.scale is None else tensor.weight.astype(np.float32) * tensor.scale[:, None]
-    out, in_ = tensor.shape
-    n_weight, n_scale = weight_bytes(tensor.format, out, in_), scale_bytes(tensor.format, out, in_)
-    matrices = []
-    for i in range(tensor.stack):
-        scale = None if tensor.scale is None else tensor.scale[i * n_scale : (i + 1) * n_scale]
-        matrices.append(unpack_matrix(tensor.weight[i * n_weight : (i + 1) * n_weight], scale, tensor.format, out, in_))
-    return np.stack(matrices) if tensor.name.endswith(("k_b.weight", "v_b.weight")) else matrices[0]
+    pieces = list(dense_values(tensor))
+    return np.stack(pieces) if tensor.name.endswith(("k_b.weight", "v_b.weight")) else pieces[0]
 
 
 def _rms_norm(x: F64, w: F64, eps: float) -> F64:
