@@ -264,6 +264,20 @@ CB_API void cb_reader_free(cb_reader *reader);
 typedef ssize_t (*cb_pread_fn)(int fd, void *target, size_t bytes, off_t offset);
 CB_API void cb_reader_set_pread_for_test(cb_pread_fn fn);
 
+/* ---- limits of the machine (colibri bench) ----------------------------------------------------------------- */
+
+/* What the kernels' speed is compared with, on the same threads. *ns: wall time from the first item to the last.
+ * cb_probe_read reads `bytes` (a multiple of 64, 64-byte aligned) once, in order; `ahead` != 0 prefetches by software too.
+ * cb_probe_ops multiplies and adds on registers alone with the highest instruction in use for its kind; *ops counts a
+ * multiplication and an addition as two. One item takes some ten microseconds. */
+enum {
+    CB_PROBE_F32 = 0,
+    CB_PROBE_I8 = 1, /* int8 x int8, exact in i32 */
+    CB_PROBE_I4 = 2  /* 4-bit weights x int8: some instruction sets can add several products in i16 */
+};
+CB_API int cb_probe_read(cb_pool *pool, const void *buffer, int64_t bytes, int ahead, int64_t *ns);
+CB_API int cb_probe_ops(cb_pool *pool, int kind, int64_t n_items, int64_t *ops, int64_t *ns);
+
 /* ---- memory and process ---------------------------------------------------------------------------------- */
 
 /* Private anonymous memory, 2 MiB aligned, MADV_HUGEPAGE; NULL on failure. */
