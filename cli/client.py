@@ -227,10 +227,22 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-    url: str | None, run_dir: str | None, model: str | None, *, may_start: bool = True
+    url: str | None,
+    run_dir: str | None,
+    model: str | None,
+    *,
+    may_start: bool = True,
+    record_routing: str | None = None,
 ) -> Iterator[Session]:
-    """The group at ``url``, else the one of ``run_dir``, else a new one that is stopped at the end. Raises ConfigError."""
+    """The group at ``url``, else the one of ``run_dir``, else a new one that is stopped at the end. Raises ConfigError.
+
+    ``record_routing``: the trace file of a group that is started here; one that runs already can't begin to record.
+    """
+    if record_routing is not None:
+        record_routing = str(Path(record_routing).expanduser().absolute())
     if url is not None:
+        if record_routing is not None:
+            raise ConfigError("a server elsewhere can't be told to record; start it with colibri-up --record-routing")
         yield Session(Client(url), Path(run_dir).expanduser() if run_dir else None)
         return
     directory = Path(run_dir).expanduser().absolute() if run_dir else default_run_dir()
@@ -241,11 +253,17 @@ def open_session(
                 f"the group in {directory} runs {found[0].model_dir}, not {model};"
                 f" stop it with colibri-up --stop, or choose another --run-dir"
             )
+        if record_routing not in (None, found[0].record_routing):
+            raise ConfigError(
+                f"the group in {directory} runs without --record-routing {record_routing}; stop it with colibri-up --stop,"
+                " or choose another --run-dir"
+            )
         yield Session(Client(found[1]), directory)
         return
     if not may_start:
         raise ConfigError(f"no group is running in {directory}; start one with colibri-up")
-    with _own_group(directory, model) as url:
+    flags = ["--record-routing", record_routing] if record_routing else []
+    with _own_group(directory, [*flags, *([model] if model else [])]) as url:
         yield Session(Client(url), directory, is_ours=True)
 
 
@@ -272,10 +290,10 @@ def _can_answer(config: GroupConfig) -> bool:
 
 
 @contextlib.contextmanager
-def _own_group(directory: Path, model: str | None) -> Iterator[str]:
+def _own_group(directory: Path, arguments: list[str]) -> Iterator[str]:
     """A group that lives as long as this block, and ends too when this process is killed. Yields its address."""
     # Any free port: the group is ours alone and must not meet one of another run directory.
-    up = [sys.executable, "-m", "deploy.up", "--run-dir", str(directory), "--port", "0", *([model] if model else [])]
+    up = [sys.executable, "-m", "deploy.up", "--run-dir", str(directory), "--port", "0", *arguments]
     process = subprocess.Popen(
         up,
         stdin=subprocess.DEVNULL,

@@ -23,13 +23,14 @@ from cli.client import Answer, Session, clean_text, make_streams_safe, open_sess
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; up to four times.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--profile", "with_profile", is_flag=True, help="Show where the time went.")
+@click.option("--record-routing", metavar="FILE", help="Start the group with this trace file, for `colibri cache-sim`.")
 @click.option("--model", metavar="DIR", help="Model to start when no group is running; default the embedded one.")
 @click.option("--url", metavar="URL", help="Use the server at this address.")
 @click.option("--run-dir", metavar="DIR", help="Use the group of this run directory.")
 def command(
     prompt: str | None, raw: bool, ids: str | None, system: str | None, max_tokens: int | None, temperature: float | None,
-    top_p: float | None, seed: int | None, stop: tuple[str, ...], as_json: bool, with_profile: bool, model: str | None,
-    url: str | None, run_dir: str | None,
+    top_p: float | None, seed: int | None, stop: tuple[str, ...], as_json: bool, with_profile: bool,
+    record_routing: str | None, model: str | None, url: str | None, run_dir: str | None,
 ) -> int:  # fmt: skip
     """Answer one PROMPT (or standard input) and leave."""
     make_streams_safe()
@@ -46,7 +47,7 @@ def command(
         "stop": list(stop) or None,
     }
     path, body = request_of(text, raw=raw, system=system, options=options)
-    with open_session(url, run_dir, model) as session:
+    with open_session(url, run_dir, model, record_routing=record_routing) as session:
         answer = Answer()
         if with_profile:
             return _run_profiled(session, path, body, answer, as_json)

@@ -127,13 +127,19 @@ def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
         n_kv_blocks=ledger.n_kv_blocks,
         n_frames=ledger.n_frames,
         logit_rows=ledger.logit_rows,
-        record_logits=str(Path(settings.record_logits).expanduser().absolute()) if settings.record_logits else None,
+        record_logits=_path_or_none(settings.record_logits),
+        record_routing=_path_or_none(settings.record_routing),
         heartbeat_s=settings.heartbeat_s,
         drain_s=settings.drain_s,
         stall_s=settings.stall_s,
         direct_io=settings.direct_io,
     )
     return Plan(config, container.spec, ledger)
+
+
+def _path_or_none(text: str) -> str | None:
+    """An absolute path: services work in the run directory."""
+    return str(Path(text).expanduser().absolute()) if text else None
 
 
 def create_segments(plan: Plan) -> None:

@@ -31,6 +31,7 @@ SETTING_FLAGS = (
     "max_context",
     "max_sequences",
     "record_logits",
+    "record_routing",
 )
 
 
@@ -65,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--max-sequences", type=int, metavar="N", help="sequences computed at the same time (default 4)")
     add("--record-logits", metavar="FILE", help="append the logits of every step to FILE (for tests)")
+    add("--record-routing", metavar="FILE", help="append which experts are chosen to FILE, for `colibri cache-sim`")
     add("--config", metavar="FILE", help="settings from a TOML file; flags win over it")
     add("--daemon", action="store_true", help="return when the group is ready and leave it running")
     add("--status", action="store_true", help="show the group of this run directory")

@@ -54,6 +54,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Sequences that are computed at the same time; more wait; 0: 4."""
     record_logits: str = ""
     """For tests: append the logits of every step to this file."""
+    record_routing: str = ""
+    """Append the gates' choices to this trace file, for ``colibri cache-sim``."""
     direct_io: Literal["auto", "on", "off"] = "auto"
     """Whether experts are read past the page cache."""
     heartbeat_s: float = 1.0
@@ -86,6 +88,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     n_frames: int
     logit_rows: int
     record_logits: str | None = None
+    record_routing: str | None = None
     model_name: str = ""
     """The name under which the API offers the model."""
     fingerprint: str = ""

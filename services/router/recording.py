@@ -1,18 +1,32 @@
-"""Record of logits for tests and quality measurements: one MessagePack map per row, in the order of computation.
+"""What the router writes down for tests and measurements.
 
-Switched on by ``record_logits = FILE``; then every prompt row has its logits computed too.
+``record_logits = FILE``: one MessagePack map per row, in the order of computation; every prompt row has its logits
+computed then too. ``record_routing = FILE``: the gates' choices (``shared/traces.py``), written by a thread of its own, so
+that a slow disk delays no layer.
 """
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
 from services.router.scheduler import Plan
+from services.router.sequences import Sequence
+from shared.container.reader import Container
 from shared.errors import ConfigError
+from shared.log import Log
+from shared.stages import StepKind
+from shared.traces import SpanNote, TraceHeader, TraceWriter, layer_record, lost_record, step_record
+
+MAX_PENDING_BYTES = 16 << 20
+"""Routing records that wait for the disk; beyond it they are counted as lost."""
+CLOSE_S = 5.0
+"""How long the end of the service waits for the disk."""
 
 
 class LogitRecorder:
@@ -47,3 +61,92 @@ class LogitRecorder:
 
     def close(self) -> None:
         self._file.close()
+
+
+class RoutingRecorder:
+    """Writes a routing trace. ``begin`` and ``choice`` cost microseconds: the file is another thread's affair."""
+
+    def __init__(self, path: Path, header: TraceHeader, log: Log) -> None:
+        self._writer = TraceWriter(path, header)
+        self._log = log
+        self._wake = threading.Condition()
+        self._pending: list[bytes] = []
+        self._pending_bytes = 0
+        self._n_lost = 0
+        self._is_closed = False
+        self._step = -1
+        self._spans: list[SpanNote] = []
+        self._thread = threading.Thread(target=self._write, name="record-routing", daemon=True)
+        self._thread.start()
+
+    def begin(self, step: int, kind: StepKind, spans: list[SpanNote]) -> None:
+        """The rows of a step that is about to run, and of the draft steps that are chained to it."""
+        self._step, self._spans = step, spans
+        self._put(step_record(step, kind, spans))
+
+    def choice(self, step: int, layer: int, ids: NDArray[np.int32], weights: NDArray[np.float32]) -> None:
+        """ids i32[T, K], weights f32[T, K] of a layer; copied."""
+        if step > self._step:
+            self.begin(step, StepKind.DRAFT, self._spans)
+        self._put(layer_record(step, layer, ids, weights))
+
+    def _put(self, record: bytes) -> None:
+        with self._wake:
+            if self._pending_bytes + len(record) > MAX_PENDING_BYTES:
+                self._n_lost += 1
+                return
+            if self._n_lost:
+                self._pending.append(lost_record(self._n_lost))
+                self._n_lost = 0
+            self._pending.append(record)
+            self._pending_bytes += len(record)
+            self._wake.notify()
+
+    def _write(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._pending or self._is_closed)
+                records, self._pending, self._pending_bytes = self._pending, [], 0
+            if not records:
+                return
+            try:
+                self._writer.write(records)
+            except OSError as error:  # the disk is full: the model goes on without its trace
+                self._log.error("record_routing_stopped", reason=error.strerror or str(error))
+                with self._wake:
+                    self._pending, self._pending_bytes = [], MAX_PENDING_BYTES
+                return
+
+    def close(self) -> None:
+        """Writes what waits and closes the file."""
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._writer.close()
+
+
+def trace_header(container: Container, model: str, with_mtp: bool) -> TraceHeader:
+    """What a trace says about the model; the MTP layer is in it only when somebody drafts with it."""
+    spec = container.spec
+    records = {
+        layer: file.record_bytes for layer, file in container.experts.items() if layer < spec.n_layers or with_mtp
+    }
+    return TraceHeader(
+        model=model,
+        fingerprint=container.fingerprint,
+        n_experts=spec.n_experts,
+        gate_k=spec.gate_k,
+        record_bytes=records,
+    )
+
+
+def span_notes(plan: Plan) -> list[SpanNote]:
+    """The rows of a main step, for the trace."""
+    return [SpanNote(s.sequence.request, s.n_rows, s.position, s.is_prefill) for s in plan.spans]
+
+
+def draft_notes(drafting: list[Sequence]) -> list[SpanNote]:
+    """The rows of a draft step that need experts: the newest of each sequence that drafts."""
+    return [SpanNote(s.request, 1, s.n_mtp - 1, False) for s in drafting]

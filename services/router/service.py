@@ -19,7 +19,7 @@ from native.sampling import log_softmax, sample, uniform
 from services.router.control import ControlPlane
 from services.router.gates import GateSet
 from services.router.intake import Intake
-from services.router.recording import LogitRecorder
+from services.router.recording import LogitRecorder, RoutingRecorder, draft_notes, span_notes, trace_header
 from services.router.scheduler import Advance, Plan, Scheduler
 from services.router.sequences import NO_DRAFTS, Sequence
 from services.router.tokenizer import ModelTokenizer
@@ -92,6 +92,10 @@ class RouterService(Service):
         main = self._frames.frame(MAIN_FRAME)
         self._timer = StepTimer("router")
         self._recorder = LogitRecorder(Path(config.record_logits)) if config.record_logits else None
+        self._routing: RoutingRecorder | None = None
+        if config.record_routing:
+            header = trace_header(container, config.model_name, bool(config.n_drafts))
+            self._routing = RoutingRecorder(Path(config.record_routing), header, ctx.log)
         self._scheduler = Scheduler(
             n_blocks=config.n_kv_blocks,
             max_sequences=config.max_sequences,
@@ -135,6 +139,8 @@ class RouterService(Service):
     def close(self) -> None:
         if self._recorder:
             self._recorder.close()
+        if self._routing:
+            self._routing.close()
         self._pool.close()
         for segment in (self._frames_segment, self._trace_segment, self._counters_segment):
             segment.close()
@@ -297,6 +303,8 @@ class RouterService(Service):
             guess = self._gates.guess(msg.layer, hidden)
         if guess and not bad:
             self._bus.send("expert_io", PilotHint(msg.step, *guess))
+        if self._routing:
+            self._routing.choice(msg.step, msg.layer, frame.gate_id[: msg.n_rows], frame.gate_weight[: msg.n_rows])
 
     def _mark_row(self, flight: StepInFlight, row: int, layer: int) -> None:
         if flight.frame == DRAFT_FRAME:
@@ -345,6 +353,9 @@ class RouterService(Service):
         self._flight = StepInFlight(step, MAIN_FRAME, 1, plan, [], start_ns, n_replays)
         self._counters.add("steps", 1)
         self._counters.add("rows", plan.n_rows)
+        if self._routing:
+            kind = StepKind.PREFILL if plan.is_prefill else StepKind.DECODE
+            self._routing.begin(step, kind, span_notes(plan))
         self._bus.post(
             "attention",
             StepPlan(step, MAIN_FRAME, plan.n_rows, plan.n_logits, len(plan.spans), self._config.n_drafts > 0),
@@ -498,6 +509,8 @@ class RouterService(Service):
                 n_rows = end
         plan = Plan(tuple(a.span for a, _ in rows), n_rows, len(drafting), False)
         self._flight = StepInFlight(step, DRAFT_FRAME, n_drafts, plan, drafting, start_ns)
+        if self._routing:
+            self._routing.begin(step, StepKind.DRAFT, draft_notes(drafting))
         self._bus.post(
             "drafter", DraftWanted(step, DRAFT_FRAME, n_rows, len(drafting), len(rows), n_drafts if drafting else 0)
         )
