@@ -49,7 +49,7 @@ check: $(STAMP) $(KERNELS) ## format, lint, types, import contracts, message con
 	@$(PY) -m pytest -q tests/contract
 
 bench: $(STAMP) $(KERNELS) ## measure this machine and the kernels on it (minutes; nothing else should run)
-	@$(PY) -m bench.kernels
+	@$(VENV)/bin/colibri bench kernels
 
 schema: $(STAMP) ## rewrite the golden message bytes (fails unless SCHEMA_VERSION was raised)
 	@$(PY) -m tests.contract.golden

@@ -1,157 +1,208 @@
-"""Times attention at GLM-5.2's sizes beside the arithmetic this machine delivers: ``python -m bench.attention [--quick]``.
+"""Cases of latent attention: whole layers as they decode, and the walk over the keys and the indexer by themselves.
 
-With 64 heads a cached position of 1,152 bytes costs 70,000 multiply-adds, so attention is bound by arithmetic, not by
-memory. The yardstick is NumPy's f32 matrix product in the same run. Times are CPU seconds (attention runs on one thread),
-so that other work on the machine disturbs them less. "rest" is everything but the keys: projections, norms, cache.
+With 64 heads a cached position of 1,152 bytes costs 70,000 multiply-adds, so on most processors attention over the cache
+is bound by arithmetic and only the projections by memory.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import time
-from collections.abc import Callable
+import dataclasses
+import itertools
+from collections.abc import Generator
 
 import numpy as np
 
+from bench.measure import Case
+from bench.roofline import Work
+from bench.sizes import Sizes
+from bench.weights import Weights, aligned, matrix_bytes
 from native.attention import KV_BLOCK, AttnLayer, AttnStep, attn_forward
-from native.library import Pool, dispatch_text
-from native.matrix import ACT_F32, Matrix, matrix, scale_bytes, weight_bytes
+from native.library import Pool
+from native.matrix import ACT_F32, Matrix
 from native.memory import HugeBuffer
 
-HIDDEN, HEADS, Q_RANK, RANK, NOPE, ROPE, V_DIM = 6144, 64, 2048, 512, 192, 64, 256
-INDEX_HEADS, INDEX_DIM, INDEX_TOPK = 32, 128, 2048
-MACS_PER_KEY = HEADS * (2 * RANK + ROPE)
-MACS_PER_CANDIDATE = INDEX_HEADS * INDEX_DIM
+KV_ITEM = 2
+"""Bytes of a bf16 cache value."""
 
 
-def random_matrix(fmt: str, out: int, in_: int, stack: int = 1) -> Matrix:
-    """Random weights with harmless scales, f32 activations only for f32."""
-    rng = np.random.default_rng(1)
-    n_weight, n_scale = weight_bytes(fmt, out, in_) * stack, scale_bytes(fmt, out, in_) * stack
-    weight = HugeBuffer(n_weight)
-    if fmt == "f32":
-        weight.array.view(np.float32)[:] = rng.standard_normal(n_weight // 4) * 0.02
-        made = matrix(weight.array, None, fmt, out, in_, ACT_F32)
-    else:
-        weight.array[:] = rng.integers(0, 256, n_weight, np.uint8)
-        scale = HugeBuffer(n_scale)
-        scale.array.view(np.float16)[:] = 0.002
-        made = matrix(weight.array, scale.array, fmt, out, in_)
-        made.keep = (*made.keep, scale)
-    made.keep = (*made.keep, weight)
-    return made
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Which matrices a layer has: (name, format, out, in, how many in the stack)."""
+
+    matrices: tuple[tuple[str, str, int, int, int], ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(matrix_bytes(fmt, out, in_, stack) for _, fmt, out, in_, stack in self.matrices)
+
+    def ops(self, n_rows: int) -> dict[str, int]:
+        """Operations of the projections: int4 for q4, f32 for f32."""
+        found = {"int4": 0, "f32": 0}
+        for _, fmt, out, in_, stack in self.matrices:
+            found["int4" if fmt == "q4" else "f32"] += 2 * out * in_ * stack * n_rows
+        return found
 
 
-def ones(n: int) -> np.ndarray:
-    return np.ones(n, np.float32)
+def layout_of(sizes: Sizes, index_kind: str) -> Layout:
+    """The int4 matrices of one layer; the indexer's own only where it has them."""
+    s = sizes
+    found = [
+        ("q_a", "q4", s.q_rank, s.hidden, 1),
+        ("q_b", "q4", s.n_heads * (s.nope + s.rope), s.q_rank, 1),
+        ("kv_a", "q4", s.kv_rank + s.rope, s.hidden, 1),
+        ("k_b", "q4", s.kv_rank, s.nope, s.n_heads),
+        ("v_b", "q4", s.v_dim, s.kv_rank, s.n_heads),
+        ("o", "q4", s.hidden, s.n_heads * s.v_dim, 1),
+    ]
+    if index_kind == "full":
+        found += [
+            ("index_wq_b", "q4", s.index_heads * s.index_dim, s.q_rank, 1),
+            ("index_wk", "q4", s.index_dim, s.hidden, 1),
+            ("index_weights", "f32", s.index_heads, s.hidden, 1),
+        ]
+    return Layout(tuple(found))
 
 
-def glm_layer(kind: str) -> AttnLayer:
-    """One layer with int4 projections."""
-    index = {}
-    if kind == "full":
-        index = {
-            "index_wq_b": random_matrix("q4", INDEX_HEADS * INDEX_DIM, Q_RANK),
-            "index_wk": random_matrix("q4", INDEX_DIM, HIDDEN),
-            "index_weights": random_matrix("f32", INDEX_HEADS, HIDDEN),
-            "index_k_norm_w": ones(INDEX_DIM),
-            "index_k_norm_b": ones(INDEX_DIM),
+def make_layer(sizes: Sizes, index_kind: str, weights: Weights) -> AttnLayer:
+    """One layer of random weights and plain norms."""
+    s = sizes
+    matrices: dict[str, Matrix] = {
+        name: weights.matrix(fmt, out, in_, ACT_F32 if fmt == "f32" else None, stack)
+        for name, fmt, out, in_, stack in layout_of(s, index_kind).matrices
+    }
+    norms = {"input_norm": s.hidden, "q_a_norm": s.q_rank, "kv_a_norm": s.kv_rank, "post_norm": s.hidden}
+    vectors = {name: np.ones(width, np.float32) for name, width in norms.items()}
+    if index_kind == "full":
+        vectors |= {
+            "index_k_norm_w": np.ones(s.index_dim, np.float32),
+            "index_k_norm_b": np.zeros(s.index_dim, np.float32),
         }
     return AttnLayer(
-        hidden=HIDDEN, n_heads=HEADS, q_rank=Q_RANK, kv_rank=RANK, nope=NOPE, rope=ROPE, v_dim=V_DIM, rope_interleave=1,
-        rms_eps=1e-5, latent_eps=1e-5, softmax_scale=0.0625, index_kind=kind, index_heads=INDEX_HEADS,
-        index_dim=INDEX_DIM, index_topk=INDEX_TOPK, index_rope_interleave=1, index_norm_eps=1e-6, rope_amplitude=1.0,
-        inv_freq=(8e6 ** (-np.arange(ROPE // 2) * 2 / ROPE)).astype(np.float32),
-        input_norm=ones(HIDDEN), q_a_norm=ones(Q_RANK), kv_a_norm=ones(RANK), post_norm=ones(HIDDEN),
-        q_a=random_matrix("q4", Q_RANK, HIDDEN), q_b=random_matrix("q4", HEADS * (NOPE + ROPE), Q_RANK),
-        kv_a=random_matrix("q4", RANK + ROPE, HIDDEN), k_b=random_matrix("q4", RANK, NOPE, HEADS),
-        v_b=random_matrix("q4", V_DIM, RANK, HEADS), o=random_matrix("q4", HIDDEN, HEADS * V_DIM), **index,
+        hidden=s.hidden, n_heads=s.n_heads, q_rank=s.q_rank, kv_rank=s.kv_rank, nope=s.nope, rope=s.rope, v_dim=s.v_dim,
+        rope_interleave=1, rms_eps=1e-5, latent_eps=1e-5, softmax_scale=(s.nope + s.rope) ** -0.5, index_kind=index_kind,
+        index_heads=s.index_heads, index_dim=s.index_dim, index_topk=s.index_topk, index_rope_interleave=1,
+        index_norm_eps=1e-6, rope_amplitude=1.0,
+        inv_freq=(8e6 ** (-np.arange(s.rope // 2) * 2 / s.rope)).astype(np.float32), **vectors, **matrices,
     )  # fmt: skip
 
 
-def best_of(run: Callable[[], object], seconds: float) -> float:
-    """Shortest CPU time of at least three runs and about `seconds` of them."""
-    times: list[float] = []
-    while len(times) < 3 or sum(times) < seconds:
-        begin = time.process_time()
-        run()
-        times.append(time.process_time() - begin)
-    return min(times)
+class Cache:
+    """KV caches of several sequences, each with `context` positions in front of `n_rows` new rows; bf16, filled."""
+
+    def __init__(self, sizes: Sizes, index_kind: str, context: int, n_rows: int, n_sequences: int) -> None:
+        self.context, self.n_rows = context, n_rows
+        blocks = blocks_of(context, n_rows)
+        self.n_blocks = blocks * n_sequences
+        width = sizes.kv_rank + sizes.rope
+        self.buffer = HugeBuffer(self.n_blocks * KV_BLOCK * (width + sizes.index_dim) * KV_ITEM)
+        values = np.random.default_rng(4).standard_normal(1 << 16).astype(np.float32).view(np.uint32) >> 16
+        flat = self.buffer.array.view(np.uint16)
+        for begin in range(0, flat.size, values.size):
+            part = flat[begin : begin + values.size]
+            part[:] = values[: part.size]
+        n_kv = self.n_blocks * KV_BLOCK * width
+        self.kv = flat[:n_kv]
+        self.index_k = flat[n_kv:] if index_kind == "full" else None
+        self.tables = np.arange(self.n_blocks, dtype=np.int32).reshape(n_sequences, 1, blocks)
+
+    def close(self) -> None:
+        self.buffer.close()
 
 
-def yardstick(seconds: float) -> float:
-    """Multiply-adds per CPU second of NumPy's f32 product, sizes that stay in the second-level cache."""
-    a = np.random.default_rng(2).standard_normal((192, 512)).astype(np.float32)
-    b = np.random.default_rng(3).standard_normal((512, 192)).astype(np.float32)
-    out = np.empty((192, 192), np.float32)
-
-    def run() -> None:
-        for _ in range(20):
-            np.matmul(a, b, out)
-
-    return 20 * 192 * 512 * 192 / best_of(run, seconds)
+def blocks_of(context: int, n_rows: int) -> int:
+    return -(-(context + n_rows) // KV_BLOCK)
 
 
-class Case:
-    """`n_rows` rows of one sequence behind `context` cached positions (bf16)."""
+class AttentionCall:
+    """One layer over one sequence's rows; every call takes the next layer and the next sequence."""
 
-    def __init__(self, layer: AttnLayer, context: int, n_rows: int) -> None:
-        rng = np.random.default_rng(4)
-        self.layer = layer
-        n_blocks = -(-(context + n_rows) // KV_BLOCK)
-        block = (rng.standard_normal((KV_BLOCK, RANK + ROPE)).astype(np.float32).view(np.uint32) >> 16).astype(
-            np.uint16
-        )
-        kv = np.tile(block, (n_blocks, 1, 1))
-        index_k = np.tile(block[:, :INDEX_DIM], (n_blocks, 1, 1))
-        x = rng.standard_normal((n_rows, HIDDEN)).astype(np.float32)
-        selected = np.zeros((n_rows, INDEX_TOPK), np.int32)
-        n_selected = np.full(n_rows, -1, np.int32)
-        if context >= INDEX_TOPK:
-            for t in range(n_rows):
-                selected[t] = np.sort(rng.choice(context, INDEX_TOPK, replace=False))
-            n_selected[:] = INDEX_TOPK
+    def __init__(self, pool: Pool, sizes: Sizes, layers: list[AttnLayer], cache: Cache) -> None:
+        self.pool, self.layers = pool, itertools.cycle(layers)
+        n = cache.n_rows
+        x = np.random.default_rng(5).standard_normal((n, sizes.hidden)).astype(np.float32)
+        selected, n_selected = np.zeros((n, sizes.index_topk), np.int32), np.full(n, -1, np.int32)
         self.step = AttnStep(
-            kv=kv, index_k=index_k, kv_format="bf16", n_blocks=n_blocks, selected=selected, n_selected=n_selected, x=x
-        )
-        position = np.arange(context, context + n_rows, dtype=np.int32)
-        table = np.arange(n_blocks, dtype=np.int32)[None]
-        self.step.set_rows(n_rows, position, np.zeros(n_rows, np.int32), table, np.empty_like(x))
+            kv=cache.kv, index_k=cache.index_k, kv_format="bf16", n_blocks=cache.n_blocks, selected=selected,
+            n_selected=n_selected, x=x,
+        )  # fmt: skip
+        self.position = np.arange(cache.context, cache.context + n, dtype=np.int32)
+        self.seq, self.hidden = np.zeros(n, np.int32), np.empty_like(x)
+        self.tables = itertools.cycle(list(cache.tables))
 
-    def seconds_per_row(self, pool: Pool, seconds: float) -> float:
-        attn_forward(pool, self.layer, self.step)
-        return best_of(lambda: attn_forward(pool, self.layer, self.step), seconds) / self.step.n_rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    seconds = 0.2 if parser.parse_args().quick else 1.0
-    one_thread = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # read once, when NumPy is loaded
-    if not one_thread.items() <= os.environ.items():
-        os.execve(
-            sys.executable, [sys.executable, "-m", "bench.attention", *sys.argv[1:]], {**os.environ, **one_thread}
-        )
-    print(dispatch_text())
-    peak = yardstick(seconds)
-    print(f"f32 product: {peak / 1e9:.1f} G multiply-adds per CPU second\n")
-    print(f"{'layer':8} {'context':>8} {'rows':>5} {'ms/row':>8} {'rest':>8} {'keys':>8} {'of the product':>15}")
-    layers = {kind: glm_layer(kind) for kind in ("none", "shared", "full")}
-    with Pool(1) as pool:
-        for n_rows in (1, 16):
-            rest = Case(layers["none"], 0, n_rows).seconds_per_row(pool, seconds)
-            for kind, context in (("none", 2047), ("none", 16384), ("shared", 16384), ("full", 16384)):
-                took = Case(layers[kind], context, n_rows).seconds_per_row(pool, seconds)
-                keys = INDEX_TOPK if kind != "none" else context + n_rows / 2
-                macs = keys * MACS_PER_KEY + (context * MACS_PER_CANDIDATE if kind == "full" else 0)
-                share = macs / max(took - rest, 1e-9) / peak
-                print(
-                    f"{kind:8} {context:8} {n_rows:5} {took * 1e3:8.2f} {rest * 1e3:8.2f} {(took - rest) * 1e3:8.2f} "
-                    f"{share:14.0%}"
-                )
+    def __call__(self) -> None:
+        self.step.set_rows(len(self.position), self.position, self.seq, next(self.tables), self.hidden)
+        attn_forward(self.pool, next(self.layers), self.step)
 
 
-if __name__ == "__main__":
-    main()
+def keys_seen(context: int, n_rows: int) -> int:
+    """Positions that `n_rows` rows behind `context` attend to, their own included."""
+    return n_rows * context + n_rows * (n_rows + 1) // 2
+
+
+def attention_work(sizes: Sizes, context: int, n_rows: int) -> Work:
+    """A dense layer: weights and cache once; per key and head two products of the latent and one of the rope part."""
+    layout = layout_of(sizes, "none")
+    ops = layout.ops(n_rows)
+    ops["f32"] += 2 * keys_seen(context, n_rows) * sizes.n_heads * (2 * sizes.kv_rank + sizes.rope)
+    cache = (context + n_rows) * (sizes.kv_rank + sizes.rope) * KV_ITEM
+    return Work(layout.n_bytes + cache + 2 * n_rows * sizes.hidden * 4, ops)
+
+
+def index_work(sizes: Sizes, context: int) -> Work:
+    """One row of an indexer layer: every cached key scored, the best attended to."""
+    layout = layout_of(sizes, "full")
+    ops = layout.ops(1)
+    chosen = min(sizes.index_topk, context + 1)
+    ops["f32"] += 2 * (context + 1) * sizes.index_heads * sizes.index_dim
+    ops["f32"] += 2 * chosen * sizes.n_heads * (2 * sizes.kv_rank + sizes.rope)
+    cache = ((context + 1) * sizes.index_dim + chosen * (sizes.kv_rank + sizes.rope)) * KV_ITEM
+    return Work(layout.n_bytes + cache + 2 * sizes.hidden * 4, ops)
+
+
+def only_keys(sizes: Sizes) -> Sizes:
+    """The same heads and the same cache behind projections that cost nearly nothing."""
+    return dataclasses.replace(sizes, hidden=64, q_rank=64, nope=16, v_dim=16)
+
+
+def only_index(sizes: Sizes) -> Sizes:
+    """The same indexer in front of attention that costs nearly nothing."""
+    return dataclasses.replace(sizes, hidden=64, q_rank=64, n_heads=1, kv_rank=16, nope=16, rope=16, v_dim=16)
+
+
+def _cases(
+    pool: Pool, family: str, kind: str, sizes: Sizes, works: list[tuple[int, int, str, Work]], cold_bytes: int
+) -> Generator[Case, None, None]:
+    """One case per (context, rows, name, work), all on the same layers."""
+    layer_bytes = layout_of(sizes, kind).n_bytes
+    n_layers = 2 + cold_bytes // layer_bytes if layer_bytes > 1 << 20 else 1
+    with Weights(n_layers * aligned(layer_bytes)) as weights:
+        layers = [make_layer(sizes, kind, weights) for _ in range(n_layers)]
+        for context, n_rows, name, work in works:
+            cache_bytes = (context + n_rows) * (sizes.kv_rank + sizes.rope) * KV_ITEM
+            if kind == "full":
+                cache_bytes = (context + n_rows) * sizes.index_dim * KV_ITEM
+            cache = Cache(sizes, kind, context, n_rows, 2 + cold_bytes // cache_bytes if n_rows == 1 else 1)
+            yield Case(family, name, work, AttentionCall(pool, sizes, layers, cache))
+            cache.close()
+
+
+def attention_cases(pool: Pool, sizes: Sizes, cold_bytes: int) -> Generator[Case, None, None]:
+    """Decode of whole layers, of the keys alone; prefill of the keys alone; the indexer."""
+    decode = [
+        (context - 1, 1, f"1 row, {context} positions", attention_work(sizes, context - 1, 1))
+        for context in sizes.decode_contexts
+    ]
+    yield from _cases(pool, "mla_decode", "none", sizes, decode, cold_bytes)
+    keys = only_keys(sizes)
+    alone = [
+        (context - 1, 1, f"1 row, {context} positions", attention_work(keys, context - 1, 1))
+        for context in sizes.decode_contexts
+    ]
+    yield from _cases(pool, "mla_keys", "none", keys, alone, cold_bytes)
+    n, context = sizes.prefill_rows, sizes.prefill_context
+    prefill = [(context, n, f"{n} rows behind {context}", attention_work(keys, context, n))]
+    yield from _cases(pool, "mla_prefill", "none", keys, prefill, cold_bytes)
+    index = only_index(sizes)
+    far = sizes.index_context
+    scored = [(far - 1, 1, f"1 row, best {sizes.index_topk} of {far}", index_work(index, far - 1))]
+    yield from _cases(pool, "indexer", "full", index, scored, cold_bytes)

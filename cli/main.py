@@ -19,6 +19,7 @@ COMMANDS = {
     "verify": ("cli.verify:command", "Read a whole container and compare every checksum."),
     "plan": ("cli.plan:command", "Show how memory would be shared out on this machine."),
     "synth": ("cli.synth:command", "Write a container of random weights, for measurements."),
+    "bench": ("cli.bench:command", "Measure this machine and how much of it the kernels use."),
 }
 """Name -> (where the click command is, one line of help)."""
 

@@ -9,8 +9,10 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OURS = {"shared", "native", "services", "deploy", "cli", "models"}
+OURS = {"shared", "native", "services", "deploy", "cli", "bench", "models"}
 MODULE_OF = {"pyzmq": "zmq"}
+PROGRAMS = {"bench/peers": {"llama_cpp", "gguf"}, "bench/routing.py": {"talk"}}
+"""Programs of this repository that need more than users have: the extra "peers", and models/train."""
 NOT_IMPORTED_BY_US = {"httptools"}  # uvicorn takes it when it is there
 
 
@@ -27,6 +29,8 @@ def imported() -> dict[str, Path]:
                     names = [node.module]
                 for name in names:
                     top = name.split(".")[0]
+                    if any(top in own and path.is_relative_to(ROOT / place) for place, own in PROGRAMS.items()):
+                        continue
                     if top not in OURS and top not in sys.stdlib_module_names:
                         found[top] = path
     return found

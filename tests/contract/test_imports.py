@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("shared", "native", "services", "deploy", "cli")
+PACKAGES = ("shared", "native", "services", "deploy", "cli", "bench")
 
 ONLY_IN = {
     "zmq": {"shared/bus.py"},
