@@ -13,7 +13,7 @@ import numpy as np
 ABI_VERSION = 1
 LIBRARY_NAME = "libcolibri_native.so"
 OK, EINVAL, ENOMEM, ENONFINITE, EIO, ESYS = 0, -1, -2, -3, -4, -5
-ISAS = ("ref", "avx2", "avx512", "avx512vnni", "amx")
+ISAS = ("ref", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondot")
 
 
 class NativeError(Exception):

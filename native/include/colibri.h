@@ -41,8 +41,17 @@ CB_API int64_t cb_layout_of(const char *name);
 
 /* ---- dispatch -------------------------------------------------------------------------------------------- */
 
-/* Rungs of the ladder, lowest first. The mask can only take rungs away. */
-typedef enum { CB_ISA_REF = 0, CB_ISA_AVX2 = 1, CB_ISA_AVX512 = 2, CB_ISA_AVX512VNNI = 3, CB_ISA_AMX = 4 } cb_isa;
+/* Rungs of the ladder, lowest first: `ref` everywhere, then those of x86-64 or those of aarch64. The mask can only take
+ * rungs away. */
+typedef enum {
+    CB_ISA_REF = 0,
+    CB_ISA_AVX2 = 1,
+    CB_ISA_AVX512 = 2,
+    CB_ISA_AVX512VNNI = 3,
+    CB_ISA_AMX = 4,
+    CB_ISA_NEON = 5,
+    CB_ISA_NEONDOT = 6
+} cb_isa;
 
 /* Comma-separated rungs that this machine and its operating system offer, e.g. "ref,avx2,avx512,avx512vnni". */
 CB_API const char *cb_isa_available(void);
@@ -195,6 +204,35 @@ typedef struct {
 /* x += attention(RMSNorm(x, input_norm)); hidden = RMSNorm(x, post_norm). Scratch comes from the pool and is kept
  * there between calls. */
 CB_API int cb_attn_forward(cb_pool *pool, const cb_attn_layer *layer, const cb_attn_step *step);
+
+/* How queries and keys are normed before they turn: not at all, per head (weights [head_dim]), or as one vector over all
+ * heads (q_norm [H * head_dim], k_norm [n_kv_heads * head_dim]). */
+enum { CB_QK_NORM_NONE = 0, CB_QK_NORM_HEAD = 1, CB_QK_NORM_WHOLE = 2 };
+
+/* One layer's weights: grouped-query attention (docs/numerics.md). Query head h reads key head h / (H / n_kv_heads).
+ * Biases, sinks, out_norm may be NULL; v absent: values are the keys as projected, before bias, norm and rope. */
+typedef struct {
+    int32_t hidden, n_heads, n_kv_heads, head_dim;
+    int32_t rope;            /* leading components that turn */
+    int32_t rope_interleave;
+    int32_t window;          /* keys a row sees, its own included; 0 = all */
+    int32_t qk_norm;
+    int32_t value_norm;      /* values are divided by their root mean square, per head */
+    float clip;              /* q, k, v are clamped to +-clip after the norm; 0 = not */
+    float rms_eps, softmax_scale, rope_amplitude;
+    int32_t pad_;
+    const float *inv_freq;   /* f32[rope/2] */
+    const float *input_norm, *q_norm, *k_norm, *post_norm;
+    const float *out_norm;   /* f32[D]: RMSNorm of the output projection before it joins x */
+    const float *q_bias, *k_bias, *v_bias, *o_bias;
+    const float *sinks;      /* f32[H]: one more logit of each head's softmax, without a value */
+    cb_matrix q, k, v, o;    /* [H * head_dim, D], [n_kv_heads * head_dim, D] twice, [D, H * head_dim] */
+} cb_gqa_layer;
+
+/* As cb_attn_forward. step->kv is [n_blocks][n_kv_heads][2 * CB_KV_BLOCK * head_dim] in kv_format: keys component by
+ * component ([head_dim][CB_KV_BLOCK]), then values ([CB_KV_BLOCK][head_dim]). index_k, selected and n_selected are not
+ * used. Blocks wholly outside a row's window are not looked up. */
+CB_API int cb_gqa_forward(cb_pool *pool, const cb_gqa_layer *layer, const cb_attn_step *step);
 
 /* The largest n of scores f32[n], ascending positions into out i32[min(k, n)]; ties prefer the lower position; linear
  * time. A NaN counts as less than every number; 0 and -0 are equal. Returns the count. */

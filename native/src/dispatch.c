@@ -6,6 +6,7 @@
 #include <string.h>
 
 cb_table cb_kernels;
+const char *const cb_isa_names[CB_N_ISAS] = {"ref", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondot"};
 
 static int current;
 static unsigned available;
@@ -30,6 +31,16 @@ static void fill(int isa)
     }
     if (isa >= CB_ISA_AVX512VNNI)
         cb_linear_table_avx512vnni(&t);
+    if (isa >= CB_ISA_AMX)
+        cb_linear_table_amx(&t);
+#elif defined(__aarch64__)
+    if (isa >= CB_ISA_NEON) {
+        cb_linear_table_neon(&t);
+        cb_vector_table_neon(&t);
+        cb_attn_table_neon(&t);
+    }
+    if (isa >= CB_ISA_NEONDOT)
+        cb_linear_table_neondot(&t);
 #endif
     cb_kernels = t;
     current = isa;
@@ -43,7 +54,7 @@ static void fill(int isa)
 static int highest(void)
 {
     int isa = CB_ISA_REF;
-    for (int i = CB_ISA_REF; i <= CB_ISA_AMX; i++)
+    for (int i = CB_ISA_REF; i < CB_N_ISAS; i++)
         if (available & 1u << i)
             isa = i;
     return isa;
@@ -52,7 +63,7 @@ static int highest(void)
 __attribute__((constructor)) static void load(void)
 {
     available = cb_cpu_isas();
-    for (int i = CB_ISA_REF; i <= CB_ISA_AMX; i++)
+    for (int i = CB_ISA_REF; i < CB_N_ISAS; i++)
         if (available & 1u << i)
             snprintf(available_text + strlen(available_text), sizeof available_text - strlen(available_text), "%s%s",
                      i ? "," : "", cb_isa_names[i]);
@@ -61,7 +72,7 @@ __attribute__((constructor)) static void load(void)
         fill(highest());
         return;
     }
-    for (int i = CB_ISA_REF; i <= CB_ISA_AMX; i++) {
+    for (int i = CB_ISA_REF; i < CB_N_ISAS; i++) {
         if (strcmp(wanted, cb_isa_names[i]))
             continue;
         if (cb_isa_limit(i) == CB_OK)
@@ -70,8 +81,8 @@ __attribute__((constructor)) static void load(void)
                  available_text);
     }
     if (!*error_text)
-        snprintf(error_text, sizeof error_text, "COLIBRI_ISA=%.20s: expected one of ref, avx2, avx512, avx512vnni, amx",
-                 wanted);
+        snprintf(error_text, sizeof error_text,
+                 "COLIBRI_ISA=%.20s: expected one of ref, avx2, avx512, avx512vnni, amx, neon, neondot", wanted);
     fill(CB_ISA_REF);
 }
 
@@ -79,7 +90,7 @@ const char *cb_isa_available(void) { return available_text; }
 
 int cb_isa_limit(int isa)
 {
-    if (isa < CB_ISA_REF || isa > CB_ISA_AMX || !(available & 1u << isa))
+    if (isa < CB_ISA_REF || isa >= CB_N_ISAS || !(available & 1u << isa))
         return CB_EINVAL;
     fill(isa);
     return CB_OK;

@@ -110,9 +110,15 @@ void cb_linear_table_avx512(cb_table *t);
 void cb_vector_table_avx512(cb_table *t);
 void cb_attn_table_avx512(cb_table *t);
 void cb_linear_table_avx512vnni(cb_table *t);
+void cb_linear_table_amx(cb_table *t);
+void cb_linear_table_neon(cb_table *t);
+void cb_vector_table_neon(cb_table *t);
+void cb_attn_table_neon(cb_table *t);
+void cb_linear_table_neondot(cb_table *t);
 
 /* Highest rung that processor and operating system offer, as a bit set 1 << cb_isa. */
 unsigned cb_cpu_isas(void);
-extern const char *const cb_isa_names[5];
+#define CB_N_ISAS (CB_ISA_NEONDOT + 1)
+extern const char *const cb_isa_names[CB_N_ISAS];
 
 #endif

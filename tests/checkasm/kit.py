@@ -1,8 +1,8 @@
 """What the kernel tests share: rungs to test, memory that notices, packed matrices and their plain meaning.
 
 A rung is used through the ordinary bindings: ``with rung.use() as pool: linear(pool, ...)``. Emulated rungs are AVX-512
-sources compiled against tests/checkasm/emulate/immintrin.h: they prove arithmetic and bounds on any machine, not
-instruction encoding. Where the processor has AVX-512 the compiled rung is tested too.
+and AMX sources compiled against tests/checkasm/emulate/immintrin.h: they prove arithmetic and bounds on any machine, not
+instruction encoding. Where the processor has those instructions the compiled rung is tested too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from native.matrix import ACT_F32, ACT_Q8, Matrix, matrix, scale_bytes, weight_b
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATE = Path(__file__).resolve().parent / "emulate"
-EMULATED = ("avx512", "avx512vnni")
+EMULATED = ("avx512", "avx512vnni", "amx")
 RUNGS = [*(isa for isa in available_isas() if isa != "ref"), *(f"emulated-{isa}" for isa in EMULATED)]
 PAGE = mmap.PAGESIZE
 FORMAT_ACTS = [("f32", ACT_F32), ("bf16", ACT_F32), ("q8", ACT_F32), ("q4", ACT_F32), ("q8", ACT_Q8), ("q4", ACT_Q8)]
@@ -35,12 +35,13 @@ F32_EPS = 2.0**-24  # half a unit in the last place, relative
 
 
 def build_emulated(directory: Path) -> Path:
-    """Compile the library without AVX2, with the AVX-512 files against the emulated header."""
+    """Compile the library without AVX2, with the AVX-512 and AMX files against the emulated header."""
     out = directory / "libcolibri_emulated.so"
     flags = ["-std=c11", "-D_GNU_SOURCE", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno"]
     include = [f"-I{EMULATE}", f"-I{ROOT / 'native/include'}", f"-I{ROOT / 'native/src'}"]
     plain = [p for p in sorted((ROOT / "native/src").glob("*.c")) if p.name != "cpu.c"] + [EMULATE / "machine.c"]
-    wide = sorted((ROOT / "native/src/x86").glob("*_avx512*.c"))
+    x86 = sorted((ROOT / "native/src/x86").glob("*_*.c"))
+    wide = [p for p in x86 if not p.stem.startswith("probe_") and p.stem.split("_")[-1] in EMULATED]
     objects = []
     for source in plain + wide:
         objects.append(directory / f"{source.stem}.o")

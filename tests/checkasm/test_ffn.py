@@ -133,6 +133,21 @@ def test_bits_equal_reference(rung: Rung, ref: Rung, fmt: str, act: int) -> None
         assert np.isfinite(np.delete(got, untouched, 0)).all()
 
 
+@each_format
+def test_many_gathered_and_scattered_rows(rung: Rung, ref: Rung, fmt: str, act: int) -> None:
+    """More rows than any kernel takes at once, read and written through indices in an order of their own."""
+    rng = np.random.default_rng(SEED + 8)
+    hidden, inner, n = 130, 40, 150
+    experts = [Expert(rng, fmt, act, hidden, inner) for _ in range(2)]
+    h = activations(rng, n, hidden)
+    target = rng.permutation(2 * n)
+    first = sorted(rng.choice(n, 137, replace=False).tolist())
+    jobs = [(experts[0], first, target[:137].tolist()), (experts[1], list(range(0, n, 3)), target[137:187].tolist())]
+    want, got = run_jobs(ref, h, jobs, 2 * n), run_jobs(rung, h, jobs, 2 * n, n_threads=2)
+    assert_same(got, want, f"{rung} experts {fmt} act {act}")
+    assert np.isnan(got[target[187:]]).all()
+
+
 def test_grouping_threads_and_order_change_nothing(rung: Rung) -> None:
     rng = np.random.default_rng(SEED + 2)
     hidden, inner, n = 96, 48, 12

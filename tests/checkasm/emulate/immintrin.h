@@ -1,4 +1,4 @@
-/* immintrin.h, for tests only: the AVX-512 intrinsics that native/src/x86/ *_avx512*.c use, as plain loops over lanes.
+/* immintrin.h, for tests only: the AVX-512 and AMX intrinsics that native/src/x86 uses, as plain loops over lanes.
  *
  * It stands in for the compiler's header (found first through -I), so those files run on any machine. That proves their
  * arithmetic, their masks and which bytes they touch; it proves nothing about instruction encoding or about flags such
@@ -91,6 +91,7 @@ E_OP2(_mm512_add_epi32, __m512i, 16, o.u32[l] = a.u32[l] + b.u32[l])
 E_OP2(_mm512_sub_epi32, __m512i, 16, o.u32[l] = a.u32[l] - b.u32[l])
 E_OP2(_mm512_max_epi32, __m512i, 16, o.i32[l] = a.i32[l] > b.i32[l] ? a.i32[l] : b.i32[l])
 E_OP2(_mm512_add_epi16, __m512i, 32, o.u16[l] = (uint16_t)(a.u16[l] + b.u16[l]))
+E_OP2(_mm512_sub_epi8, __m512i, 64, o.u8[l] = (uint8_t)(a.u8[l] - b.u8[l]))
 E_OP1(_mm512_abs_epi8, __m512i, 64, o.u8[l] = (uint8_t)(a.i8[l] < 0 ? -a.i8[l] : a.i8[l]))
 E_FN __m512i _mm512_set1_epi32(int32_t x) { __m512i o; E_EACH(16) o.i32[l] = x; return o; }
 E_FN __m512i _mm512_set1_epi16(int16_t x) { __m512i o; E_EACH(32) o.i16[l] = x; return o; }
@@ -166,6 +167,67 @@ E_FN __m512 _mm512_cvtph_ps(__m256i v)
         o.f[l] = sign ? -x : x;
     }
     return o;
+}
+
+/* ---- tiles: the configuration in force, and eight registers of 16 rows of 64 bytes. What the processor would answer
+ * with a fault ends the test: a tile used without configuration, or operands whose shapes don't fit. */
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t n_rows[16];
+} e_tile_config;
+static _Thread_local e_tile_config e_tiles;
+static _Thread_local union {
+    int8_t i8[16][64];
+    int32_t i32[16][16];
+} e_tile[8];
+
+#define CB_TILE_CONFIG(config) e_tile_configure(&(config))
+#define E_TILE_FN static __attribute__((noinline, unused, optimize("O2")))
+
+E_TILE_FN void e_tile_configure(const void *config)
+{
+    memcpy(&e_tiles, config, 64);
+    for (int i = 0; i < 8; i++)
+        if (e_tiles.palette != 1 || e_tiles.row_bytes[i] > 64 || e_tiles.n_rows[i] > 16)
+            __builtin_trap();
+    memset(e_tile, 0, sizeof e_tile);
+}
+E_TILE_FN void _tile_release(void) { memset(&e_tiles, 0, sizeof e_tiles); }
+E_TILE_FN void e_tile_used(int t)
+{
+    if (!e_tiles.palette || !e_tiles.n_rows[t])
+        __builtin_trap();
+}
+E_TILE_FN void _tile_zero(int t)
+{
+    e_tile_used(t);
+    memset(&e_tile[t], 0, sizeof e_tile[t]);
+}
+E_TILE_FN void _tile_loadd(int t, const void *base, int64_t stride)
+{
+    _tile_zero(t);
+    for (int r = 0; r < e_tiles.n_rows[t]; r++)
+        memcpy(e_tile[t].i8[r], (const char *)base + r * stride, e_tiles.row_bytes[t]);
+}
+E_TILE_FN void _tile_stored(int t, void *base, int64_t stride)
+{
+    e_tile_used(t);
+    for (int r = 0; r < e_tiles.n_rows[t]; r++)
+        memcpy((char *)base + r * stride, e_tile[t].i8[r], e_tiles.row_bytes[t]);
+}
+/* c[row][column] += sum over quads of a[row][4 quad + j] * b[quad][4 column + j], all signed */
+E_TILE_FN void _tile_dpbssd(int c, int a, int b)
+{
+    int rows = e_tiles.n_rows[c], columns = e_tiles.row_bytes[c] / 4, quads = e_tiles.n_rows[b];
+    e_tile_used(a);
+    if (!quads || e_tiles.n_rows[a] != rows || e_tiles.row_bytes[a] != quads * 4 || e_tiles.row_bytes[b] != columns * 4)
+        __builtin_trap();
+    for (int r = 0; r < rows; r++)
+        for (int q = 0; q < quads; q++)
+            for (int n = 0; n < columns; n++)
+                for (int j = 0; j < 4; j++)
+                    e_tile[c].i32[r][n] += e_tile[a].i8[r][4 * q + j] * e_tile[b].i8[q][4 * n + j];
 }
 
 #endif
