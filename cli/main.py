@@ -17,6 +17,7 @@ COMMANDS = {
     "convert": ("cli.convert:command", "Make a container from a Hugging Face checkpoint."),
     "inspect": ("cli.inspect:command", "Show what a container holds."),
     "verify": ("cli.verify:command", "Read a whole container and compare every checksum."),
+    "quality": ("cli.quality.command:command", "Measure what a container's formats cost against its checkpoint."),
     "plan": ("cli.plan:command", "Show how memory would be shared out on this machine."),
     "synth": ("cli.synth:command", "Write a container of random weights, for measurements."),
     "bench": ("cli.bench:command", "Measure this machine and how much of it the kernels use."),

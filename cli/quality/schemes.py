@@ -1,0 +1,144 @@
+"""Number formats as functions on f32 values, and the lanes that are compared. Pure: opens nothing.
+
+A *scheme* rounds a matrix to the values that a format can hold; what a container stores comes from the same quantisers
+(``shared.container.pack``). A *lane* is one way to run the model: a scheme per role, where activations are rounded, and
+the cache's precision. Arithmetic is f32 everywhere, so lanes differ by rounding alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shared.container.format import ROLES
+from shared.container.pack import F32, GROUP, from_bf16, quantise_groups, quantise_rows, to_bf16
+
+MATRIX_ROLES = tuple(role for role in ROLES if role != "mtp")
+"""Roles that the main layers have; the MTP layer never touches the model's own logits."""
+INT8_INPUTS = frozenset({"expert", "shared", "attention"})
+"""Roles whose matrices take int8 activations where they are quantised (docs/container.md); the head never does."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A format for weights. ``group``: inputs that share a scale, 0 for a whole row; ``scale_bytes`` 0 when unscaled."""
+
+    title: str
+    bits: int
+    round: Callable[[F32], F32]
+    scale_bytes: int = 0
+    group: int = 0
+
+    def bytes_per_weight(self, in_: int) -> float:
+        """Stored bytes divided by values, for rows of ``in_`` inputs; padding of the last group counts."""
+        if not self.scale_bytes:
+            return self.bits / 8
+        group = self.group or in_
+        n_groups = -(-in_ // group)
+        return (n_groups * self.scale_bytes + n_groups * group * self.bits / 8) / in_
+
+
+def _int4(w: F32, group: int) -> F32:
+    """Each row in groups with one f16 scale; group 0 is the whole row."""
+    width = w.shape[1]
+    size = group or width
+    padded = np.pad(w, ((0, 0), (0, -width % size)))
+    q, scale = quantise_groups(padded, size)
+    values = q.reshape(len(w), -1, size) * scale.astype(np.float32)[:, :, None]
+    return np.ascontiguousarray(values.reshape(len(w), -1)[:, :width])
+
+
+def _int8(w: F32) -> F32:
+    q, scale = quantise_rows(w)
+    return q.astype(np.float32) * scale[:, None]
+
+
+SCHEMES: Mapping[str, Scheme] = {
+    "f32": Scheme("f32", 32, lambda w: w),
+    "bf16": Scheme("bf16", 16, lambda w: from_bf16(to_bf16(w))),
+    "int8": Scheme("int8 per row", 8, _int8, scale_bytes=4),
+    "int4-gs32": Scheme("int4, groups of 32", 4, lambda w: _int4(w, 32), scale_bytes=2, group=32),
+    "int4-gs64": Scheme("int4, groups of 64", 4, lambda w: _int4(w, GROUP), scale_bytes=2, group=GROUP),
+    "int4-row": Scheme("int4 per row", 4, lambda w: _int4(w, 0), scale_bytes=2),
+}
+
+
+def round_activations(x: F32) -> F32:
+    """int8 in groups of 64 along the last axis, as the kernels quantise them (docs/numerics.md, Linear)."""
+    width = x.shape[-1]
+    groups = np.pad(x, (*((0, 0),) * (x.ndim - 1), (0, -width % GROUP))).reshape(*x.shape[:-1], -1, GROUP)
+    largest = np.abs(groups).max(axis=-1, keepdims=True)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        inverse = np.where(largest > 0, np.float32(127.0) / largest, np.float32(0.0)).astype(np.float32)
+        scale = np.where(np.isfinite(inverse), largest / np.float32(127.0), np.float32(0.0)).astype(np.float32)
+        q = np.where(np.isfinite(inverse), np.clip(np.rint(groups * inverse), -127.0, 127.0), np.float32(0.0))
+    values = (q * scale).astype(np.float32)
+    return np.ascontiguousarray(values.reshape(*x.shape[:-1], -1)[..., :width])
+
+
+def round_cache(x: F32, dtype: str) -> F32:
+    """What the KV cache gives back: ``dtype`` is "f32" or "bf16"."""
+    return from_bf16(to_bf16(x)) if dtype == "bf16" else x
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One way to run the model.
+
+    ``formats``: role -> scheme; a role that is not named stays as the checkpoint has it. ``int8_inputs``: roles whose
+    activations are rounded. ``is_stored``: weights come from the container instead, which has its own formats.
+    """
+
+    name: str
+    table: str
+    formats: Mapping[str, str] = field(default_factory=dict)
+    int8_inputs: frozenset[str] = frozenset()
+    kv_dtype: str = "f32"
+    is_stored: bool = False
+
+    def scheme(self, role: str) -> str:
+        return self.formats.get(role, "f32")
+
+    @property
+    def activations(self) -> str:
+        return "int8" if self.int8_inputs else "f32"
+
+
+SOURCE_LANE = Lane("source", "")
+"""The checkpoint itself with f32 arithmetic: what every other lane is compared with."""
+
+
+def stored_lane(precision: Mapping[str, str], kv_dtype: str) -> Lane:
+    """The container as the engine runs it; ``precision`` is its format of each role."""
+    inputs = frozenset(role for role in INT8_INPUTS if precision[role] in ("q8", "q4"))
+    return Lane("model", "model", int8_inputs=inputs, kv_dtype=kv_dtype, is_stored=True)
+
+
+def candidate_lanes() -> list[Lane]:
+    """The ablation: formats of the body times activations, then one role at a time, then single changes of the default."""
+    body, tables = ("expert", "shared", "attention"), ("embed", "head")
+    lanes = [
+        Lane("weights f32", "formats", {}, INT8_INPUTS),
+    ]
+    for scheme in ("int8", "int4-gs32", "int4-gs64", "int4-row"):
+        formats = {**dict.fromkeys(body, scheme), **dict.fromkeys(tables, "int8")}
+        lanes += [Lane(scheme, "formats", formats), Lane(scheme, "formats", formats, INT8_INPUTS)]
+    for role in (*body, *tables):
+        lanes += [Lane(f"{role} {scheme}", "roles", {role: scheme}) for scheme in ("int8", "int4-gs64")]
+    lanes += [Lane("gate, indexer gains int8", "roles", {"exact": "int8"})]
+    default = {**dict.fromkeys(body, "int4-gs64"), **dict.fromkeys(tables, "int8")}
+    changes: Iterable[tuple[str, dict[str, str], frozenset[str], str]] = (
+        ("default", {}, INT8_INPUTS, "f32"),
+        ("KV cache bf16", {}, INT8_INPUTS, "bf16"),
+        ("attention int8", {"attention": "int8"}, INT8_INPUTS, "f32"),
+        ("shared and dense FFN int8", {"shared": "int8"}, INT8_INPUTS, "f32"),
+        ("experts int4-gs32", {"expert": "int4-gs32"}, INT8_INPUTS, "f32"),
+        ("embedding and head bf16", dict.fromkeys(tables, "bf16"), INT8_INPUTS, "f32"),
+        ("head int4-gs64", {"head": "int4-gs64"}, INT8_INPUTS, "f32"),
+        ("head with int8 activations", {}, INT8_INPUTS | {"head"}, "f32"),
+        ("gate with int8 activations", {}, INT8_INPUTS | {"exact"}, "f32"),
+    )
+    lanes += [Lane(name, "changes", {**default, **change}, inputs, kv) for name, change, inputs, kv in changes]
+    return lanes
