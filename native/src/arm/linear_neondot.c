@@ -1,0 +1,19 @@
+/* linear_neondot.c: int8 activations with sdot, which adds four s8 * s8 products to an i32 lane exactly. */
+#include <arm_neon.h>
+
+static inline __attribute__((always_inline)) int32x4_t dot4(int32x4_t acc, int8x16_t w, int8x16_t x)
+{
+    return vdotq_s32(acc, w, x);
+}
+
+#include "linear_int8.h"
+
+CB_TILE_KERNEL(cb_linear_q8_q8_neondot, tile_q8_q8)
+CB_TILE_KERNEL(cb_linear_q4_q8_neondot, tile_q4_q8)
+
+void cb_linear_table_neondot(cb_table *t)
+{
+    t->linear[CB_Q8][CB_ACT_Q8] = cb_linear_q8_q8_neondot;
+    t->linear[CB_Q4][CB_ACT_Q8] = cb_linear_q4_q8_neondot;
+    t->linear_isa[CB_Q8][CB_ACT_Q8] = t->linear_isa[CB_Q4][CB_ACT_Q8] = cb_isa_names[CB_ISA_NEONDOT];
+}
