@@ -5,24 +5,7 @@
  */
 #include "attn.h"
 
-#include <math.h>
-
 #define ROW_TILE 128 /* rows whose queries, latents and outputs are in scratch at one time */
-
-/* ---- rope angles ------------------------------------------------------------------------------------------ */
-
-static void angles_job(void *arg, int64_t begin, int64_t end, int thread)
-{
-    const cb_attn_call *c = arg;
-    int64_t half = c->layer->rope / 2;
-    (void)thread;
-    for (int64_t t = begin; t < end; t++)
-        for (int64_t i = 0; i < half; i++) {
-            double angle = (double)c->step->position[t] * (double)c->layer->inv_freq[i];
-            c->cosine[t * half + i] = (float)cos(angle) * c->layer->rope_amplitude;
-            c->sine[t * half + i] = (float)sin(angle) * c->layer->rope_amplitude;
-        }
-}
 
 /* ---- writing the cache ------------------------------------------------------------------------------------ */
 
@@ -221,46 +204,24 @@ static bool is_selection_valid(const int32_t *selected, int64_t n, int64_t topk,
 
 static bool is_step_valid(const cb_attn_layer *y, const cb_attn_step *s)
 {
-    if (s->n_rows < 0 || (s->kv_format != CB_KV_F32 && s->kv_format != CB_KV_BF16))
+    if (!cb_is_step_valid(s, 0))
         return false;
     if (s->n_rows == 0)
         return true;
-    if (!s->position || !s->seq || !s->block_table || !s->kv || !s->x || !s->hidden || s->table_stride <= 0)
+    if ((y->index_kind != CB_INDEX_NONE && (!s->selected || !s->n_selected)) ||
+        (y->index_kind == CB_INDEX_FULL && !s->index_k))
         return false;
-    if (y->index_kind != CB_INDEX_NONE && (!s->selected || !s->n_selected))
-        return false;
-    if (y->index_kind == CB_INDEX_FULL && !s->index_k)
-        return false;
-    for (int64_t t = 0; t < s->n_rows; t++) {
-        if (s->position[t] < 0 || s->position[t] / CB_KV_BLOCK >= s->table_stride || s->seq[t] < 0 ||
-            s->seq[t] >= s->n_sequences)
+    for (int64_t t = 0; y->index_kind == CB_INDEX_SHARED && t < s->n_rows; t++)
+        if (!is_selection_valid(s->selected + t * y->index_topk, s->n_selected[t], y->index_topk, s->position[t]))
             return false;
-        /* The row before, when of the same sequence, has vouched for the blocks up to its own position. */
-        bool follows = t > 0 && s->seq[t] == s->seq[t - 1];
-        if (follows && s->position[t] <= s->position[t - 1])
-            return false;
-        for (int64_t p = follows ? s->position[t - 1] : 0; p / CB_KV_BLOCK <= s->position[t] / CB_KV_BLOCK;
-             p += CB_KV_BLOCK) {
-            int64_t block = cb_kv_block_of(s, t, p);
-            if (block < 0 || block >= s->n_blocks)
-                return false;
-        }
-        if (y->index_kind == CB_INDEX_SHARED &&
-            !is_selection_valid(s->selected + t * y->index_topk, s->n_selected[t], y->index_topk, s->position[t]))
-            return false;
-    }
     return true;
 }
 
 static int forward(cb_attn_call *c)
 {
-    int64_t n = c->step->n_rows, half = CB_MAX(1, c->layer->rope / 2);
-    c->cosine = cb_scratch(c->pool, n * half * 4);
-    c->sine = cb_scratch(c->pool, n * half * 4);
-    if (!c->cosine || !c->sine)
-        return CB_ENOMEM;
-    cb_parallel_for(c->pool, n, 8, angles_job, c);
-    int status = CB_OK;
+    int64_t n = c->step->n_rows;
+    const cb_attn_layer *y = c->layer;
+    int status = cb_rope_angles(c->pool, c->step, y->rope, y->inv_freq, y->rope_amplitude, &c->cosine, &c->sine);
     for (int phase = 0; phase < 2; phase++)
         for (int64_t row0 = 0; row0 < n && status == CB_OK; row0 += ROW_TILE) {
             cb_scratch_mark mark = cb_scratch_begin(c->pool);

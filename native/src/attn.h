@@ -80,6 +80,21 @@ static inline int64_t cb_attn_grain(int64_t cost)
     return CB_MAX(1, worth_a_wake / CB_MAX(1, cost));
 }
 
+/* Rows, positions, sequences and the block numbers that the rows reach (the last `window` positions; 0: all). */
+bool cb_is_step_valid(const cb_attn_step *step, int64_t window);
+
+/* *cosine and *sine f32[T, rope / 2] of the rows' positions, amplitude applied, in scratch. */
+int cb_rope_angles(cb_pool *pool, const cb_attn_step *step, int64_t rope, const float *inv_freq, float amplitude,
+                   float **cosine, float **sine);
+
+/* products.c: each product's y (row stride ldy) = x times its matrix, for matrices of one width `in`. */
+typedef struct {
+    const cb_matrix *m;
+    float *y;
+    int64_t ldy;
+} cb_product;
+int cb_products(cb_pool *pool, const cb_product *products, int n, const float *x, int64_t ldx, int64_t n_rows);
+
 static inline int64_t cb_kv_block_of(const cb_attn_step *step, int64_t row, int64_t position)
 {
     return step->block_table[step->seq[row] * step->table_stride + position / CB_KV_BLOCK];

@@ -1,8 +1,36 @@
-/* attn_cache.c: entries of the paged cache as f32 rows, and rope. */
+/* attn_cache.c: what a step may ask for, entries of the paged cache as f32 rows, and rope. */
 #include "attn.h"
 #include "cbmath.h"
 
 #include <string.h>
+
+/* ---- step ------------------------------------------------------------------------------------------------- */
+
+bool cb_is_step_valid(const cb_attn_step *s, int64_t window)
+{
+    if (s->n_rows < 0 || (s->kv_format != CB_KV_F32 && s->kv_format != CB_KV_BF16))
+        return false;
+    if (s->n_rows == 0)
+        return true;
+    if (!s->position || !s->seq || !s->block_table || !s->kv || !s->x || !s->hidden || s->table_stride <= 0)
+        return false;
+    for (int64_t t = 0; t < s->n_rows; t++) {
+        int64_t position = s->position[t];
+        if (position < 0 || position / CB_KV_BLOCK >= s->table_stride || s->seq[t] < 0 || s->seq[t] >= s->n_sequences)
+            return false;
+        /* The row before, when of the same sequence, has vouched for the blocks up to its own position. */
+        bool follows = t > 0 && s->seq[t] == s->seq[t - 1];
+        if (follows && position <= s->position[t - 1])
+            return false;
+        int64_t first = follows ? s->position[t - 1] : window > 0 ? CB_MAX(0, position - window + 1) : 0;
+        for (int64_t p = first; p / CB_KV_BLOCK <= position / CB_KV_BLOCK; p += CB_KV_BLOCK) {
+            int64_t block = cb_kv_block_of(s, t, p);
+            if (block < 0 || block >= s->n_blocks)
+                return false;
+        }
+    }
+    return true;
+}
 
 /* ---- cache ------------------------------------------------------------------------------------------------ */
 
@@ -54,4 +82,36 @@ void cb_rope(const float *src, int64_t rope, bool interleave, const float *cosin
         turned[half + i] = fmaf(v, cosine[i], u * sine[i]);
     }
     memcpy(dst, turned, (size_t)rope * sizeof(float));
+}
+
+typedef struct {
+    const cb_attn_step *step;
+    const float *inv_freq;
+    int64_t half;
+    float amplitude, *cosine, *sine;
+} angles_arg;
+
+static void angles_job(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const angles_arg *a = arg;
+    (void)thread;
+    for (int64_t t = begin; t < end; t++)
+        for (int64_t i = 0; i < a->half; i++) {
+            double angle = (double)a->step->position[t] * (double)a->inv_freq[i];
+            a->cosine[t * a->half + i] = (float)cos(angle) * a->amplitude;
+            a->sine[t * a->half + i] = (float)sin(angle) * a->amplitude;
+        }
+}
+
+int cb_rope_angles(cb_pool *pool, const cb_attn_step *step, int64_t rope, const float *inv_freq, float amplitude,
+                   float **cosine, float **sine)
+{
+    int64_t n = step->n_rows, half = rope / 2;
+    *cosine = cb_scratch(pool, n * half * 4);
+    *sine = cb_scratch(pool, n * half * 4);
+    if (!*cosine || !*sine)
+        return CB_ENOMEM;
+    angles_arg job = {step, inv_freq, half, amplitude, *cosine, *sine};
+    cb_parallel_for(pool, n, 8, angles_job, &job);
+    return CB_OK;
 }

@@ -1,6 +1,7 @@
 /* attn_ref.c: the definitions of attn.h as loops. Every other rung gives these bits. */
 #include "attn.h"
 #include "cbmath.h"
+#include "gqa.h"
 
 static void widen_ref(const uint16_t *src, int64_t n, float *dst)
 {
@@ -80,4 +81,5 @@ void cb_attn_table_ref(cb_table *t)
 {
     active = (cb_attn_table){widen_ref, scores_ref, softmax_ref, mix_ref, join_ref, index_fold_ref, "ref"};
     t->attn = &active;
+    cb_gqa_kernels = cb_gqa_table_ref;
 }

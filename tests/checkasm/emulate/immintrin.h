@@ -79,6 +79,16 @@ E_FN __m512 _mm512_maskz_sub_ps(__mmask16 m, __m512 a, __m512 b)
     E_EACH(16) a.f[l] = m >> l & 1 ? a.f[l] - b.f[l] : 0.0f;
     return a;
 }
+E_FN __m512 _mm512_mask_max_ps(__m512 source, __mmask16 m, __m512 a, __m512 b)
+{
+    E_EACH(16) if (m >> l & 1) source.f[l] = a.f[l] > b.f[l] ? a.f[l] : b.f[l];
+    return source;
+}
+E_FN __m512 _mm512_mask_add_ps(__m512 source, __mmask16 m, __m512 a, __m512 b)
+{
+    E_EACH(16) if (m >> l & 1) source.f[l] = a.f[l] + b.f[l];
+    return source;
+}
 E_FN __m512i _mm512_castps_si512(__m512 v) { __m512i o; memcpy(&o, &v, 64); return o; }
 E_FN __m512 _mm512_castsi512_ps(__m512i v) { __m512 o; memcpy(&o, &v, 64); return o; }
 E_FN __m512 _mm512_cvtepi32_ps(__m512i v) { __m512 o; E_EACH(16) o.f[l] = (float)v.i32[l]; return o; }

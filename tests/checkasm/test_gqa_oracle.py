@@ -1,0 +1,51 @@
+"""Grouped-query attention against traces of the reference implementation: every layer from the reference's own input, and
+whole models whose other half is plain NumPy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from native.library import Pool
+from tests.checkasm.gqa_cases import Cache, run, struct
+from tests.reference.gqa_moe import Model, attention
+
+ORACLES = Path(__file__).parents[1] / "oracles"
+FAMILIES = ("qwen3_moe", "glm4_moe", "mixtral", "olmoe", "gpt_oss", "gemma4")
+LAYER_BOUND = 3e-5  # the traces are f32 themselves
+LOGIT_BOUND = 2e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer_of_the_trace(family: str) -> None:
+    model, trace = Model(ORACLES / family), dict(np.load(ORACLES / family / "trace.npz"))
+    position = np.arange(len(trace["resid_00"]))
+    for i, layer in enumerate(model.layers):
+        x = trace[f"resid_{i:02d}"].astype(np.float32)
+        expected, _ = attention(layer, x.astype(np.float64), position)
+        for chunk in (0, 5):
+            with Pool(2) as pool:
+                found = run(pool, struct(layer), Cache(layer, "f32", 1, len(x)), x, position, chunk=chunk)
+            assert np.abs(found.x - expected).max() < LAYER_BOUND, f"{family} layer {i}, chunk {chunk}"
+        after = model.ffn(i, found.x.astype(np.float64), found.hidden.astype(np.float64))
+        error = np.abs(after - trace[f"resid_{i + 1:02d}"]).max()
+        assert error < LAYER_BOUND * max(1, np.abs(x).max()), f"{family} layer {i}: {error}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_the_whole_model(family: str) -> None:
+    model = Model(ORACLES / family)
+    ids, expected = np.load(ORACLES / family / "prompt_ids.npy"), np.load(ORACLES / family / "logits.npy")
+    position = np.arange(len(ids))
+    x = model.embed(ids).astype(np.float32)
+    for i, layer in enumerate(model.layers):
+        with Pool(2) as pool:
+            found = run(pool, struct(layer), Cache(layer, "f32", 1, len(ids)), x, position, chunk=9)
+        x = model.ffn(i, found.x.astype(np.float64), found.hidden.astype(np.float64)).astype(np.float32)
+    error = np.abs(model.logits(x.astype(np.float64)) - expected).max()
+    assert error < LOGIT_BOUND, f"{family}: {error}"
+    # Not blind: one position more to look at, or one less, shows.
+    swapped = x.astype(np.float64)[::-1]
+    assert np.abs(model.logits(swapped) - expected).max() > 100 * LOGIT_BOUND
