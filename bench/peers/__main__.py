@@ -1,0 +1,219 @@
+"""llama.cpp and our process group on the same machine, the same dimensions and the same bits, in turn.
+
+    python -m bench.peers --shape glm-5.2 --layers 4 --dense 1 --dir DIR [--prompt 512] [--tokens 16] [--keep]
+
+Writes a GGUF file and a container of random weights into DIR (18 GB each at GLM-5.2's width, four layers), then lets each
+engine run alone with all weights in memory, in turn, at least twice, with the memory's read bandwidth measured in between.
+Needs the extra `peers` in this environment, or in the one of --llama-python. The best of llama.cpp's settings counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bench.measure import MIB
+from bench.peers.engines import Engine, run_group, run_llama
+from bench.peers.gguf_file import write_gguf
+from bench.peers.report import Comparison, Rates, as_json, as_text
+from bench.peers.shapes import HEAD_TYPES, SHAPES, make_model
+from native.library import Pool
+from native.memory import HugeBuffer
+from native.probe import read_rate
+from shared.config import usable_cpus
+from shared.container.format import INDEX_NAME
+from shared.errors import ColibriError
+
+PLAIN_BYTES = 256 * MIB
+READ_BYTES = 8 * MIB
+MODES = ("mmap", "none")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shape", choices=list(SHAPES), default="glm-5.2")
+    add("--layers", type=int, default=4, metavar="N")
+    add("--dense", type=int, default=1, metavar="N", help="of the layers: the first N have no experts")
+    add("--dir", type=Path, required=True, help="where the two models are written, or found from an earlier run")
+    add("--prompt", type=int, default=512, metavar="N", help="tokens of the prefill (default %(default)s)")
+    add("--tokens", type=int, default=16, metavar="N", help="tokens of the decode (default %(default)s)")
+    add("--rounds", type=int, default=2, metavar="N", help="turns of each engine, at least 2")
+    add("--repeats", type=int, default=3, metavar="N", help="measurements in each turn")
+    add("--threads", type=int, default=0, metavar="N", help="of each engine (0: one per usable CPU)")
+    add("--head-type", choices=list(HEAD_TYPES), default="q8_0",
+        help="llama.cpp's embedding and head: q8_0 has our bits, q4_0 is how such files are often made")  # fmt: skip
+    add("--mode", choices=[*MODES, "both"], default="both", help="llama.cpp's memory: file pages, private, or in turn")
+    add(
+        "--repack",
+        action="store_true",
+        help="let llama.cpp choose other layouts (aborts with this architecture so far)",
+    )
+    add("--ram", help='for our group, e.g. "20G" (default: colibri-up\'s own)')
+    add("--llama-python", default=sys.executable, metavar="PATH", help="an interpreter that has llama-cpp-python")
+    add("--write-only", action="store_true", help="write the models and stop")
+    add("--keep", action="store_true", help="leave the models in --dir")
+    add("--json", action="store_true", help="one JSON document instead of the table")
+    return parser
+
+
+class Run:
+    """One comparison: files, turns, measurements."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.model = make_model(options.shape, options.layers, options.dense, options.head_type)
+        self.n_threads: int = options.threads or usable_cpus()
+        stem = f"{options.shape}-{options.layers}-{options.dense}"
+        self.gguf: Path = options.dir / f"{stem}-{options.head_type}.gguf"
+        self.container: Path = options.dir / f"{stem}-container"
+        self.log: Path = options.dir / "llama.log"
+        self.bandwidths: list[float] = []
+
+    def write(self) -> None:
+        """What is not there yet; a file is there only when it is whole."""
+        self.options.dir.mkdir(parents=True, exist_ok=True)
+        if not self.gguf.exists():
+            say(f"writing {self.gguf} ({self.model.gguf_bytes / 1e9:.1f} GB)")
+            write_gguf(self.gguf, self.model)
+        if not (self.container / INDEX_NAME).exists():
+            say(f"writing {self.container} ({self.model.synthesis.n_bytes / 1e9:.1f} GB)")
+            self.model.synthesis.run(self.container, n_threads=self.n_threads)
+
+    def delete(self) -> None:
+        self.gguf.unlink(missing_ok=True)
+        self.log.unlink(missing_ok=True)
+        shutil.rmtree(self.container, ignore_errors=True)
+
+    def compare(self) -> Comparison:
+        """The engines in turn. Whoever is not measured holds no memory."""
+        rates: dict[str, Rates] = {}
+        modes = MODES if self.options.mode == "both" else (self.options.mode,)
+        version = ""
+        for turn in range(max(2, self.options.rounds, len(modes))):
+            mode = modes[turn % len(modes)]
+            say(f"turn {turn + 1}: llama.cpp ({mode})")
+            drop_cache(self.container)
+            read_file(self.gguf)
+            with run_llama(self.options.llama_python, self._llama_settings(mode), self.log) as llama:
+                version = f"{llama.facts['version']} ({llama.facts['system']})"
+                self._measure(llama, rates.setdefault(f"llama.cpp {mode}", Rates()), turn)
+            drop_cache(self.gguf)
+            say(f"turn {turn + 1}: colibri")
+            with private_dir() as run_dir, run_group(
+                self.container, run_dir, self.model.spec.vocab, self._group_arguments()
+            ) as group:  # fmt: skip
+                self._measure(group, rates.setdefault("colibri", Rates()), turn)
+        return Comparison(
+            shape=f"{self.options.shape}, {self.options.layers} layers, {self.options.dense} of them dense",
+            head_type=self.options.head_type,
+            n_threads=self.n_threads,
+            n_prompt=self.options.prompt,
+            n_tokens=self.options.tokens,
+            peer_version=version,
+            peer_bytes_per_token=self.model.peer_bytes_per_token,
+            our_bytes_per_token=self.model.our_bytes_per_token,
+            bandwidth_bytes_s=statistics.median(self.bandwidths),
+            rates=rates,
+        )
+
+    def _measure(self, engine: Engine, rates: Rates, turn: int) -> None:
+        """The first two calls bring every expert into memory and don't count."""
+        options, seed = self.options, 1000 * (turn + 1)
+        for n in range(2):
+            engine.prefill(options.prompt, seed + n)
+        engine.decode(2, seed + 2)
+        self._sample_bandwidth()
+        for i in range(options.repeats):
+            rates.prefill.append(engine.prefill(options.prompt, seed + 10 * i + 3))
+            rates.decode.append(engine.decode(options.tokens, seed + 10 * i + 4))
+            self._sample_bandwidth()
+        say(f"  prefill {rates.prefill[-1]:.1f} tok/s, decode {rates.decode[-1]:.2f} tok/s")
+
+    def _sample_bandwidth(self) -> None:
+        """While the engine waits for the next request."""
+        with Pool(self.n_threads) as pool, HugeBuffer(PLAIN_BYTES) as plain:
+            plain.array[:] = 1
+            self.bandwidths += [
+                max(read_rate(pool, plain.array, ahead) for ahead in (False, True)) for _ in range(3)
+            ]  # fmt: skip
+
+    def _llama_settings(self, mode: str) -> dict[str, Any]:
+        options = self.options
+        return {
+            "model": str(self.gguf), "mode": mode, "repack": options.repack, "n_threads": self.n_threads,
+            "n_vocab": self.model.spec.vocab, "n_ctx": max(options.prompt, 64 + options.tokens) + 64, "n_batch": 512,
+        }  # fmt: skip
+
+    def _group_arguments(self) -> list[str]:
+        options = self.options
+        settings = {
+            "--draft": "off",
+            "--threads": self.n_threads,
+            "--max-sequences": 1,
+            "--prefill-chunk": min(options.prompt, 512),
+            "--max-context": max(options.prompt, 64 + options.tokens) + 64,
+            **({"--ram": options.ram} if options.ram else {}),
+        }
+        return [str(word) for pair in settings.items() for word in pair]
+
+
+@contextmanager
+def private_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="colibri-peers-") as directory:
+        yield Path(directory)
+
+
+def read_file(path: Path) -> None:
+    """Into the page cache."""
+    with path.open("rb", buffering=0) as file:
+        while file.read(READ_BYTES):
+            pass
+
+
+def drop_cache(path: Path) -> None:
+    """Out of the page cache: the next engine needs the memory."""
+    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    options = make_parser().parse_args()
+    try:
+        run = Run(options)
+        run.write()
+        if options.write_only:
+            return 0
+        try:
+            comparison = run.compare()
+        finally:
+            if not options.keep:
+                run.delete()
+    except ColibriError as error:
+        say(f"bench.peers: {error}")
+        return error.exit_code
+    print(json.dumps(as_json(comparison), indent=1) if options.json else as_text(comparison))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
