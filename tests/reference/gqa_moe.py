@@ -298,7 +298,9 @@ class Model:
 
     def embed(self, ids: np.ndarray) -> F64:
         x = self.tensor("model.embed_tokens.weight")[ids]
-        return x * math.sqrt(x.shape[1]) if self.family == "gemma4" else x
+        scale = math.sqrt(x.shape[1]) if self.family == "gemma4" else 1.0
+        scaled: F64 = x * scale
+        return scaled
 
     def logits(self, x: F64) -> F64:
         h = rms_norm(x, self.tensor("model.norm.weight"), self.config["rms_norm_eps"])
