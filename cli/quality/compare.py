@@ -107,9 +107,8 @@ class Scores:
 
     @staticmethod
     def of(divergence: F64, is_same: npt.NDArray[np.bool_], source_losses: F64, losses: F64) -> Scores:
-        """From f64[T] each; losses are NaN where a row has no next token."""
-        has_target = ~np.isnan(source_losses) | ~np.isnan(losses)
-        has_target &= np.isfinite(source_losses)
+        """From f64[T] each; losses are NaN where a row has no next token (the source's logits are finite)."""
+        has_target = ~np.isnan(source_losses)
         change = (losses - source_losses)[has_target]
         n = len(change)
         # Rounding can take an exact 0 a little below it; a divergence is never negative.
@@ -128,4 +127,4 @@ class Scores:
 
 
 def _exp(x: float) -> float:
-    return math.exp(x) if x < 700 else math.inf
+    return math.inf if x >= 700 else math.exp(x)

@@ -32,12 +32,8 @@ class Scheme:
     group: int = 0
 
     def bytes_per_weight(self, in_: int) -> float:
-        """Stored bytes divided by values, for rows of ``in_`` inputs; padding of the last group counts."""
-        if not self.scale_bytes:
-            return self.bits / 8
-        group = self.group or in_
-        n_groups = -(-in_ // group)
-        return (n_groups * self.scale_bytes + n_groups * group * self.bits / 8) / in_
+        """Stored bytes divided by values, for rows of ``in_`` inputs; padding to whole groups and tiles is not counted."""
+        return self.bits / 8 + (self.scale_bytes / (self.group or in_) if self.scale_bytes else 0.0)
 
 
 def _int4(w: F32, group: int) -> F32:
