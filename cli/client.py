@@ -55,6 +55,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     """Filled when the request asked for them."""
     first_token_s: float = 0.0
+    n_first: int = 1
+    """Tokens that came with the first event: the server joins those that are ready together."""
     total_s: float = 0.0
 
     @property
@@ -83,7 +85,9 @@ class Answer:
             return f"stopped before its end; first text after {self.first_token_s:.2f} s, seed {self.seed}"
         after_first = self.total_s - self.first_token_s
         speed = (
-            f", {(self.n_generated - 1) / after_first:.1f} tokens/s" if self.n_generated > 1 and after_first > 0 else ""
+            f", {(self.n_generated - self.n_first) / after_first:.1f} tokens/s"
+            if self.n_generated > self.n_first and after_first > 0
+            else ""
         )
         return (
             f"{self.n_prompt} prompt tokens, {self.n_generated} generated{speed}, first after {self.first_token_s:.2f} s,"
@@ -136,6 +140,7 @@ class Client:
                     text = _take(_parse(event.encode()), answer)
                     if not answer.first_token_s and (text or len(answer.token_ids) > n_before):
                         answer.first_token_s = time.monotonic() - began
+                        answer.n_first = max(1, len(answer.token_ids))
                     if text:
                         answer.text += text
                         yield text

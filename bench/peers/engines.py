@@ -88,7 +88,10 @@ class Group:
 
     def decode(self, n_tokens: int, seed: int) -> float:
         answer = self._answer(SHORT_PROMPT, n_tokens + 1, seed)
-        return n_tokens / (answer.total_s - answer.first_token_s)
+        later = len(answer.token_ids) - answer.n_first
+        if later < 1:
+            raise BenchError(f"all {n_tokens + 1} tokens came at once; a decode of more tokens is needed to time them")
+        return later / (answer.total_s - answer.first_token_s)
 
     def _answer(self, n_prompt: int, max_tokens: int, seed: int) -> Answer:
         prompt = random.Random(seed).choices(range(self._n_vocab), k=n_prompt)

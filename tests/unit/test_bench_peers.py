@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import struct
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bench.peers.engines import Group
 from bench.peers.gguf_file import random_blocks, write_gguf
 from bench.peers.report import Comparison, Rates, as_json, as_text
 from bench.peers.shapes import BLOCK_BYTES, Model, make_model
+from bench.roofline import BenchError
 from shared.errors import CapacityError, ConfigError
 
 
@@ -147,3 +153,34 @@ def test_the_text_names_bits_bounds_and_ratios() -> None:
     assert "head q8_0" in text
     assert "prefill 8.80 x, decode 5.00 x" in text
     assert "2.50 x" in text  # half the bytes: half of the lead is not the kernels'
+
+
+# ---- our side of it --------------------------------------------------------------------------------------------------
+
+
+class Stream(BaseHTTPRequestHandler):
+    """Answers every prompt with five tokens in three events: two at once, then two and one, half a second later."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        for pause, ids in ((0.0, [1, 2]), (0.3, [3, 4]), (0.2, [5])):
+            time.sleep(pause)
+            chunk = {"choices": [{"token_ids": ids, "text": ""}], "seed": 1}
+            self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_tokens_that_came_with_the_first_are_not_counted_as_later_ones() -> None:
+    with HTTPServer(("127.0.0.1", 0), Stream) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        group = Group(f"http://127.0.0.1:{server.server_port}", 100)
+        rate = group.decode(4, 1)
+        with pytest.raises(BenchError, match="5 tokens instead of 3"):
+            group.decode(2, 1)
+        server.shutdown()
+    assert rate < 3 / 0.5  # three tokens in half a second at least, not four
