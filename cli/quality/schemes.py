@@ -46,6 +46,30 @@ def _int4(w: F32, group: int) -> F32:
     return np.ascontiguousarray(values.reshape(len(w), -1)[:, :width])
 
 
+def _int4_signed(w: F32, factors: tuple[float, ...] = (1.0,)) -> F32:
+    """Groups of 64 whose largest value becomes -8: the scale takes its sign, and steps are 7/8 as wide as with max / 7.
+
+    With several ``factors`` of that scale (and of max / 7), each group keeps the one with the least square error.
+    Containers don't do this today; the kernels would read such scales as they are.
+    """
+    width = w.shape[1]
+    groups = np.pad(w, ((0, 0), (0, -width % GROUP))).reshape(len(w), -1, GROUP)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)
+    scales = [largest / np.float32(-8.0) * np.float32(f) for f in factors]
+    if len(factors) > 1:
+        scales += [np.abs(largest) / np.float32(7.0) * np.float32(f) for f in factors]
+    best = np.zeros_like(groups)
+    least = np.full((*groups.shape[:2], 1), np.inf, np.float32)
+    for exact in scales:
+        scale = exact.astype(np.float16).astype(np.float32)
+        q = np.clip(np.rint(groups / np.where(scale == 0, np.float32(1.0), scale)), -8.0, 7.0)
+        values = q * scale
+        error = np.sum(np.square(values - groups), axis=2, keepdims=True)
+        best = np.where(error < least, values, best)
+        least = np.minimum(error, least)
+    return np.ascontiguousarray(best.reshape(len(w), -1)[:, :width])
+
+
 def _int8(w: F32) -> F32:
     q, scale = quantise_rows(w)
     return q.astype(np.float32) * scale[:, None]
@@ -57,6 +81,14 @@ SCHEMES: Mapping[str, Scheme] = {
     "int8": Scheme("int8 per row", 8, _int8, scale_bytes=4),
     "int4-gs32": Scheme("int4, groups of 32", 4, lambda w: _int4(w, 32), scale_bytes=2, group=32),
     "int4-gs64": Scheme("int4, groups of 64", 4, lambda w: _int4(w, GROUP), scale_bytes=2, group=GROUP),
+    "int4-gs64-signed": Scheme("int4, groups of 64, signed scale", 4, _int4_signed, scale_bytes=2, group=GROUP),
+    "int4-gs64-fitted": Scheme(
+        "int4, groups of 64, scale of least error",
+        4,
+        lambda w: _int4_signed(w, (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)),
+        scale_bytes=2,
+        group=GROUP,
+    ),
     "int4-row": Scheme("int4 per row", 4, lambda w: _int4(w, 0), scale_bytes=2),
 }
 
@@ -118,7 +150,7 @@ def candidate_lanes() -> list[Lane]:
     lanes = [
         Lane("weights f32", "formats", {}, INT8_INPUTS),
     ]
-    for scheme in ("int8", "int4-gs32", "int4-gs64", "int4-row"):
+    for scheme in ("int8", "int4-gs32", "int4-gs64-fitted", "int4-gs64-signed", "int4-gs64", "int4-row"):
         formats = {**dict.fromkeys(body, scheme), **dict.fromkeys(tables, "int8")}
         lanes += [Lane(scheme, "formats", formats), Lane(scheme, "formats", formats, INT8_INPUTS)]
     for role in (*body, *tables):

@@ -102,8 +102,25 @@ def test_smaller_groups_shield_from_outliers() -> None:
     assert not np.array_equal(SCHEMES["int4-row"].round(w)[:, 32:], SCHEMES["int4-row"].round(calm)[:, 32:])
 
 
+def test_a_signed_scale_uses_all_sixteen_steps() -> None:
+    w = np.random.default_rng(8).normal(size=(64, 200)).astype(np.float32)
+    w[3, :64] = 0
+    w[4, 10] = -9
+
+    def error(name: str) -> float:
+        return float(np.square(SCHEMES[name].round(w) - w).sum())
+
+    assert error("int4-gs64-fitted") < error("int4-gs64-signed") < 0.9 * error("int4-gs64")
+    assert SCHEMES["int4-gs64-signed"].bytes_per_weight(128) == SCHEMES["int4-gs64"].bytes_per_weight(128)
+    rounded = SCHEMES["int4-gs64-signed"].round(w)
+    assert not rounded[3, :64].any()
+    assert rounded[4, 10] == -9, "9 / 8 is an f16, so the largest value is met exactly"
+    steps = np.abs(np.diff(np.unique(rounded[5, 64:128])))
+    assert len(np.unique(rounded[5, 64:128])) <= 16 and steps.min() > 0
+
+
 def test_bytes_per_weight_count_scales() -> None:
-    found = {name: scheme.bytes_per_weight(128) for name, scheme in SCHEMES.items()}
+    found = {name: scheme.bytes_per_weight(128) for name, scheme in SCHEMES.items() if "gs64-" not in name}
     assert found == {
         "f32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 128, "int4-gs32": 0.5625, "int4-gs64": 0.53125, "int4-row": 0.5 + 2 / 128,
     }  # fmt: skip
