@@ -26,6 +26,7 @@ from bench.peers.engines import Engine, run_group, run_llama
 from bench.peers.gguf_file import write_gguf
 from bench.peers.report import Comparison, Rates, as_json, as_text
 from bench.peers.shapes import HEAD_TYPES, SHAPES, make_model
+from bench.roofline import BenchError
 from native.library import Pool
 from native.memory import HugeBuffer
 from native.probe import read_rate
@@ -35,7 +36,8 @@ from shared.errors import ColibriError
 
 PLAIN_BYTES = 256 * MIB
 READ_BYTES = 8 * MIB
-MODES = ("mmap", "none")
+MODES = {"mmap": ("mmap", False), "none": ("none", False), "repack": ("none", True)}
+"""llama.cpp's settings: how it loads, and whether it changes the weights' layout to one of its own while doing so."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -54,18 +56,22 @@ def make_parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=0, metavar="N", help="of each engine (0: one per usable CPU)")
     add("--head-type", choices=list(HEAD_TYPES), default="q8_0",
         help="llama.cpp's embedding and head: q8_0 has our bits, q4_0 is how such files are often made")  # fmt: skip
-    add("--mode", choices=[*MODES, "both"], default="both", help="llama.cpp's memory: file pages, private, or in turn")
-    add(
-        "--repack",
-        action="store_true",
-        help="let llama.cpp choose other layouts (aborts with this architecture so far)",
-    )
+    add("--modes", type=modes_of, default="mmap,repack", metavar="LIST",
+        help="llama.cpp's settings, in turn: mmap (file pages), none (private memory), repack (its own layout)")  # fmt: skip
     add("--ram", help='for our group, e.g. "20G" (default: colibri-up\'s own)')
     add("--llama-python", default=sys.executable, metavar="PATH", help="an interpreter that has llama-cpp-python")
     add("--write-only", action="store_true", help="write the models and stop")
     add("--keep", action="store_true", help="leave the models in --dir")
     add("--json", action="store_true", help="one JSON document instead of the table")
     return parser
+
+
+def modes_of(text: str) -> list[str]:
+    """argparse: a list of MODES."""
+    found = text.split(",")
+    if unknown := set(found) - set(MODES):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: expected some of {', '.join(MODES)}")
+    return found
 
 
 class Run:
@@ -99,22 +105,28 @@ class Run:
     def compare(self) -> Comparison:
         """The engines in turn. Whoever is not measured holds no memory."""
         rates: dict[str, Rates] = {}
-        modes = MODES if self.options.mode == "both" else (self.options.mode,)
+        modes: list[str] = self.options.modes
         version = ""
         for turn in range(max(2, self.options.rounds, len(modes))):
             mode = modes[turn % len(modes)]
             say(f"turn {turn + 1}: llama.cpp ({mode})")
             drop_cache(self.container)
             read_file(self.gguf)
-            with run_llama(self.options.llama_python, self._llama_settings(mode), self.log) as llama:
-                version = f"{llama.facts['version']} ({llama.facts['system']})"
-                self._measure(llama, rates.setdefault(f"llama.cpp {mode}", Rates()), turn)
+            try:
+                with run_llama(self.options.llama_python, self._llama_settings(mode), self.log) as llama:
+                    version = f"{llama.facts['version']} ({llama.facts['system']})"
+                    self._measure(llama, rates.setdefault(f"llama.cpp {mode}", Rates()), turn)
+            except BenchError as error:
+                say(f"{mode} does not count: {error}")
+                rates.pop(f"llama.cpp {mode}", None)
             drop_cache(self.gguf)
             say(f"turn {turn + 1}: colibri")
             with private_dir() as run_dir, run_group(
                 self.container, run_dir, self.model.spec.vocab, self._group_arguments()
             ) as group:  # fmt: skip
                 self._measure(group, rates.setdefault("colibri", Rates()), turn)
+        if len(rates) < 2:
+            raise BenchError(f"llama.cpp ran with none of the settings {', '.join(modes)}; its words are in {self.log}")
         return Comparison(
             shape=f"{self.options.shape}, {self.options.layers} layers, {self.options.dense} of them dense",
             head_type=self.options.head_type,
@@ -129,10 +141,9 @@ class Run:
         )
 
     def _measure(self, engine: Engine, rates: Rates, turn: int) -> None:
-        """The first two calls bring every expert into memory and don't count."""
+        """The first calls bring every expert into memory (a prompt of some hundred tokens names them all) and don't count."""
         options, seed = self.options, 1000 * (turn + 1)
-        for n in range(2):
-            engine.prefill(options.prompt, seed + n)
+        engine.prefill(options.prompt, seed)
         engine.decode(2, seed + 2)
         self._sample_bandwidth()
         for i in range(options.repeats):
@@ -152,7 +163,7 @@ class Run:
     def _llama_settings(self, mode: str) -> dict[str, Any]:
         options = self.options
         return {
-            "model": str(self.gguf), "mode": mode, "repack": options.repack, "n_threads": self.n_threads,
+            "model": str(self.gguf), "mode": MODES[mode][0], "repack": MODES[mode][1], "n_threads": self.n_threads,
             "n_vocab": self.model.spec.vocab, "n_ctx": max(options.prompt, 64 + options.tokens) + 64, "n_batch": 512,
         }  # fmt: skip
 

@@ -1,7 +1,8 @@
 """One llama.cpp process (through llama-cpp-python), told what to do line by line. Runs as a script of its own: the
 interpreter that has llama_cpp need not have anything of ours.
 
-    python llama.py '{"model": PATH, "mode": "mmap", "n_threads": 2, "n_ctx": 1024, "n_vocab": 1024, "n_batch": 512}'
+    python llama.py '{"model": PATH, "mode": "mmap", "n_threads": 2, "n_ctx": 1024, "repack": false,
+                     "n_vocab": 1024, "n_batch": 512}'
     > prefill N SEED      ->  {"ns": time for N random tokens after an empty context}
     > decode N SEED       ->  {"ns": [time of each of N further tokens, one by one]}
 """
@@ -17,7 +18,8 @@ from typing import Any
 
 
 class Engine:
-    """A loaded model and one sequence. ``mode``: "mmap" (the file's pages) or "none" (read into private memory)."""
+    """A loaded model and one sequence. ``mode``: "mmap" (the file's pages) or "none" (read into private memory);
+    ``repack``: into layouts of llama.cpp's own."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         import llama_cpp
@@ -27,7 +29,6 @@ class Engine:
         self.api.llama_backend_init()
         model = self.api.llama_model_default_params()
         model.load_mode = self.api.llama_load_mode_from_str(settings["mode"].encode())
-        # Other layouts of the weights ("repack") abort on this architecture: a buffer without a backend.
         model.use_extra_bufts = settings["repack"]
         self.model = self.api.llama_model_load_from_file(settings["model"].encode(), model)
         if not self.model:

@@ -84,14 +84,14 @@ def as_text(c: Comparison) -> str:
         f"{c.shape}; {c.n_threads} threads; prompt of {c.n_prompt}, then {c.n_tokens} tokens after a short prompt",
         f"llama-cpp-python {c.peer_version}",
         f"memory {c.bandwidth_bytes_s / 1e9:.1f} GB/s (median of this run); bytes per token: llama.cpp "
-        f"{c.peer_bytes_per_token / 1e9:.3f} GB (head {c.head_type}), ours {c.our_bytes_per_token / 1e9:.3f} GB (head int8)",
+        f"{c.peer_bytes_per_token / 1e6:,.1f} MB (head {c.head_type}), ours {c.our_bytes_per_token / 1e6:,.1f} MB (head int8)",
         "",
-        f"{'engine':16} {'prefill tok/s':>22} {'decode tok/s':>22} {'bound':>8} {'share':>6}",
+        f"{'engine':16} {'prefill tok/s':>26} {'decode tok/s':>26} {'bound':>8} {'share':>6}",
     ]
     for name in c.rates:
         cells = [_spread(getattr(c.rates[name], what)) for what in ("prefill", "decode")]
         share = c.median(name, "decode") / c.bound(name)
-        lines.append(f"{name:16} {cells[0]:>22} {cells[1]:>22} {c.bound(name):8.2f} {share:6.0%}")
+        lines.append(f"{name:16} {cells[0]:>26} {cells[1]:>26} {c.bound(name):8.2f} {share:6.0%}")
     lines += [
         "",
         f"ours over the best of llama.cpp: prefill {c.ratio('prefill'):.2f} x, decode {c.ratio('decode'):.2f} x; per byte read "

@@ -29,9 +29,10 @@ _TINY: Mapping[str, Any] = {
     "q_lora_rank": 64,
     "qk_nope_head_dim": 32,
     "moe_intermediate_size": 64,
+    "index_head_dim": 64,
     "max_position_embeddings": 4096,
 }
-"""GGUF's blocks hold 32 inputs: the preset's own tiny widths don't divide by that."""
+"""GGUF's blocks hold 32 inputs, and llama.cpp rotates index keys of 64 or more: the preset's own tiny widths don't do."""
 
 SHAPES: Mapping[str, Mapping[str, Any]] = {"glm-5.2": {}, "tiny": _TINY}
 

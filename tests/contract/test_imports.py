@@ -15,7 +15,7 @@ PACKAGES = ("shared", "native", "services", "deploy", "cli", "bench")
 
 ONLY_IN = {
     "zmq": {"shared/bus.py"},
-    "ctypes": {"native/"},
+    "ctypes": {"native/", "bench/peers/llama.py"},
     "mmap": {"shared/segments.py", "shared/container/writer.py"},
     "multiprocessing": set(),
     "pickle": set(),
