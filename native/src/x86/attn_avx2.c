@@ -119,18 +119,19 @@ static void mix_avx2(const float *p, int64_t lanes, int64_t n, const float *keys
 {
     /* Outer loop over components: 64 keys' worth of them stays in the first-level cache for all heads. */
     for (int64_t r = 0; r < rank; r += 16) {
-        int64_t h = 0;
-        for (; h + MIX_HEADS <= n_heads; h += MIX_HEADS)
-            mix_tile(MIX_HEADS, p + h, lanes, n, keys + r, ldk, rank, first, f + h, g + h, z + h * rank + r);
-        const float *rest = p + h;
-        float *to = z + h * rank + r;
-        switch (n_heads - h) {
-        case 5: mix_tile(5, rest, lanes, n, keys + r, ldk, rank, first, f + h, g + h, to); break;
-        case 4: mix_tile(4, rest, lanes, n, keys + r, ldk, rank, first, f + h, g + h, to); break;
-        case 3: mix_tile(3, rest, lanes, n, keys + r, ldk, rank, first, f + h, g + h, to); break;
-        case 2: mix_tile(2, rest, lanes, n, keys + r, ldk, rank, first, f + h, g + h, to); break;
-        case 1: mix_tile(1, rest, lanes, n, keys + r, ldk, rank, first, f + h, g + h, to); break;
-        default: break;
+        for (int64_t h = 0, heads; h < n_heads; h += heads) {
+            /* 8 heads are two tiles of 4, not 6 and 2: fewer than 8 sums wait for each other */
+            heads = n_heads - h == 8 || n_heads - h == 7 ? 4 : CB_MIN(n_heads - h, MIX_HEADS);
+            const float *ph = p + h, *fh = f + h, *gh = g + h;
+            float *to = z + h * rank + r;
+            switch (heads) {
+            case 6: mix_tile(6, ph, lanes, n, keys + r, ldk, rank, first, fh, gh, to); break;
+            case 5: mix_tile(5, ph, lanes, n, keys + r, ldk, rank, first, fh, gh, to); break;
+            case 4: mix_tile(4, ph, lanes, n, keys + r, ldk, rank, first, fh, gh, to); break;
+            case 3: mix_tile(3, ph, lanes, n, keys + r, ldk, rank, first, fh, gh, to); break;
+            case 2: mix_tile(2, ph, lanes, n, keys + r, ldk, rank, first, fh, gh, to); break;
+            default: mix_tile(1, ph, lanes, n, keys + r, ldk, rank, first, fh, gh, to); break;
+            }
         }
     }
 }
