@@ -89,6 +89,11 @@ static cb_probe_table table_of(int isa)
         cb_probe_table_avx512vnni(&t);
     if (isa >= CB_ISA_AMX)
         cb_probe_table_amx(&t);
+#elif defined(__aarch64__)
+    if (isa >= CB_ISA_NEON)
+        cb_probe_table_neon(&t);
+    if (isa >= CB_ISA_NEONDOT)
+        cb_probe_table_neondot(&t);
 #else
     (void)isa;
 #endif

@@ -21,6 +21,8 @@ void cb_probe_table_avx2(cb_probe_table *t);
 void cb_probe_table_avx512(cb_probe_table *t);
 void cb_probe_table_avx512vnni(cb_probe_table *t);
 void cb_probe_table_amx(cb_probe_table *t);
+void cb_probe_table_neon(cb_probe_table *t);
+void cb_probe_table_neondot(cb_probe_table *t);
 
 /* Twelve instructions that differ in the register they add to. In assembly, because compilers keep the sums of such a
  * loop in memory. OP names the sources, R is ymm or zmm. */
