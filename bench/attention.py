@@ -94,12 +94,8 @@ class Cache:
         blocks = blocks_of(context, n_rows)
         self.n_blocks = blocks * n_sequences
         width = sizes.kv_rank + sizes.rope
-        self.buffer = HugeBuffer(self.n_blocks * KV_BLOCK * (width + sizes.index_dim) * KV_ITEM)
-        values = np.random.default_rng(4).standard_normal(1 << 16).astype(np.float32).view(np.uint32) >> 16
+        self.buffer = filled(self.n_blocks * KV_BLOCK * (width + sizes.index_dim) * KV_ITEM)
         flat = self.buffer.array.view(np.uint16)
-        for begin in range(0, flat.size, values.size):
-            part = flat[begin : begin + values.size]
-            part[:] = values[: part.size]
         n_kv = self.n_blocks * KV_BLOCK * width
         self.kv = flat[:n_kv]
         self.index_k = flat[n_kv:] if index_kind == "full" else None
@@ -107,6 +103,17 @@ class Cache:
 
     def close(self) -> None:
         self.buffer.close()
+
+
+def filled(n_bytes: int) -> HugeBuffer:
+    """Memory full of random bf16 numbers."""
+    buffer = HugeBuffer(n_bytes)
+    values = np.random.default_rng(4).standard_normal(1 << 16).astype(np.float32).view(np.uint32) >> 16
+    flat = buffer.array.view(np.uint16)
+    for begin in range(0, flat.size, values.size):
+        part = flat[begin : begin + values.size]
+        part[:] = values[: part.size]
+    return buffer
 
 
 def blocks_of(context: int, n_rows: int) -> int:

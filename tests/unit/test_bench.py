@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.attention import attention_work, keys_seen
+from bench.gqa import gqa_work
 from bench.measure import Case, last_cache_bytes, limits_of
 from bench.products import expert_bytes, expert_cases
 from bench.roofline import BenchError, Limits, Work, bound_of
@@ -72,6 +73,13 @@ def test_work_of_attention_counts_keys_and_projections() -> None:
     assert far.ops["int4"] == near.ops["int4"] == 2 * 165_019_648
 
 
+def test_work_of_grouped_queries_reads_each_key_once_for_its_group() -> None:
+    near, far = (gqa_work(2048, 32, 4, 128, context, 1) for context in (511, 4095))
+    assert far.n_bytes - near.n_bytes == 3584 * 2 * 4 * 128 * 2
+    assert far.ops["f32"] - near.ops["f32"] == 3584 * 32 * 2 * 128 * 2
+    assert near.ops["int4"] == 2 * 2048 * 128 * (32 + 4 + 4 + 32)
+
+
 def test_last_caches_are_counted_once_each(tmp_path: Path) -> None:
     for cpu, (shared, size) in enumerate([("0-1", "32768K"), ("0-1", "32768K"), ("2", "8M")]):
         for index, text in ((0, "32K"), (3, size)):
@@ -109,6 +117,7 @@ def test_the_document_is_complete_and_consistent(document: dict[str, Any]) -> No
     assert all(math.isfinite(rate) and rate > 0 for rate in document["limits"].values())
     families = {row["family"] for row in document["kernels"]}
     assert families >= {"expert_ffn", "linear", "head", "gate", "mla_decode", "mla_keys", "mla_prefill", "indexer"}
+    assert families >= {"gqa_decode", "gqa_keys", "gqa_prefill"}
     for row in document["kernels"]:
         memory_ns = row["bytes"] / row["limits"]["read_gb_s"]
         compute_ns = sum(n / row["limits"][f"{kind}_gop_s"] for kind, n in row["ops"].items() if n)
