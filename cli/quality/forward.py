@@ -22,6 +22,9 @@ from shared.errors import ContainerError
 from shared.layer_weights import INDEX_NORM_EPS
 from shared.model_spec import ModelSpec
 
+_LOGITS_AT_ONCE = 2 << 20
+"""Of one lane: more would take more memory than the rows themselves."""
+
 Mask = npt.NDArray[np.bool_]
 Routes = tuple[npt.NDArray[np.int64], F32]
 """ids [T, K] and weights f32 [T, K] of the chosen experts."""
@@ -61,8 +64,10 @@ class Forward:
                     "errors (--no-logits)."
                 )
         inputs = [self._activate(i, "head", x) for i, x in enumerate(rows)]
+        step = max(_LOGITS_AT_ONCE // len(self._ids), 1)
         for piece in self._weights.pieces("lm_head.weight"):
-            yield [x @ w.T for x, w in zip(inputs, piece)]
+            for start in range(0, len(piece[0]), step):
+                yield [x @ w[start : start + step].T for x, w in zip(inputs, piece)]
 
     def hidden(self) -> list[F32]:
         """The residual stream after the final norm, f32[T, D] of each lane."""
