@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.roofline import BenchError, Bound, Limits, Work, bound_of
+from bench.weights import ALIGN
 from native.library import Pool
 from native.memory import HugeBuffer
 from native.probe import ops_rate, read_rate
@@ -16,8 +17,12 @@ from native.probe import ops_rate, read_rate
 MIB = 1 << 20
 COLD_FACTOR = 4
 """Data is cold when this many times the last cache's size has been read since."""
-PROBE_ITEMS = 200
-"""Per thread; a few milliseconds."""
+PIECES = 8
+"""Short samples are less often interrupted by other work than one long one; their median is what counts."""
+PROBE_ITEMS = 25
+"""Per thread and sample; about a millisecond."""
+Samples = dict[str, list[float]]
+"""Limit -> its samples."""
 
 
 @dataclass(frozen=True)
@@ -87,17 +92,23 @@ class Meter:
     plain: HugeBuffer
     seconds: float = 2.0
     rounds: int = 5
-    probe_items: int = PROBE_ITEMS
-    samples: dict[str, list[float]] = field(default_factory=dict)
+    samples: Samples = field(default_factory=dict)
     """Every sample of every limit of the whole run, for the summary."""
 
-    def sample(self, kinds: Iterable[str]) -> dict[str, float]:
-        """One sample of the bandwidth ("memory") and of these kinds of arithmetic."""
-        found = {"memory": max(read_rate(self.pool, self.plain.array, ahead) for ahead in (False, True))}
+    def sample(self, kinds: Iterable[str]) -> Samples:
+        """A few short samples of the bandwidth ("memory") and of these kinds of arithmetic."""
+        array = self.plain.array
+        step = array.size // PIECES // ALIGN * ALIGN
+        # Each pass reads all of it, so that no piece is still in a cache when its turn comes again.
+        passes = [
+            [read_rate(self.pool, array[i * step : (i + 1) * step], ahead) for i in range(PIECES)]
+            for ahead in (False, True)
+        ]
+        found = {"memory": max(passes, key=statistics.median)}
         for kind in kinds:
-            found[kind] = ops_rate(self.pool, kind, self.probe_items * self.pool.n_threads)
-        for name, rate in found.items():
-            self.samples.setdefault(name, []).append(rate)
+            found[kind] = [ops_rate(self.pool, kind, PROBE_ITEMS * self.pool.n_threads) for _ in range(PIECES)]
+        for name, rates in found.items():
+            self.samples.setdefault(name, []).extend(rates)
         return found
 
     def measure(self, case: Case) -> Measurement:
@@ -130,9 +141,9 @@ class Meter:
         return _limits({name: statistics.median(rates) for name, rates in self.samples.items()})
 
 
-def limits_of(samples: list[dict[str, float]], choose: Callable[[list[float]], float]) -> Limits:
+def limits_of(samples: list[Samples], choose: Callable[[list[float]], float]) -> Limits:
     """The median or another choice of samples that all have the same names."""
-    return _limits({name: choose([sample[name] for sample in samples]) for name in samples[0]})
+    return _limits({name: choose([rate for one in samples for rate in one[name]]) for name in samples[0]})
 
 
 def _limits(rates: dict[str, float]) -> Limits:

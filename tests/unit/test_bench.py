@@ -51,7 +51,7 @@ def test_work_without_a_limit_or_without_content_is_refused() -> None:
 
 
 def test_limits_are_chosen_name_by_name() -> None:
-    samples = [{"memory": 1.0, "f32": 9.0}, {"memory": 3.0, "f32": 7.0}, {"memory": 2.0, "f32": 8.0}]
+    samples = [{"memory": [1.0, 3.0], "f32": [9.0]}, {"memory": [2.0], "f32": [7.0, 8.0]}]
     assert limits_of(samples, max) == Limits(3.0, {"f32": 9.0})
 
 
