@@ -121,6 +121,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
         kv_dtype=settings.kv_dtype,
         prefill_chunk=ledger.prefill_chunk,
         pilot=settings.pilot,
+        cache_policy=settings.cache_policy,
         n_drafts=ledger.n_drafts,
         max_sequences=ledger.max_sequences,
         max_context=ledger.max_context,

@@ -27,6 +27,7 @@ SETTING_FLAGS = (
     "kv_dtype",
     "prefill_chunk",
     "pilot",
+    "cache_policy",
     "draft",
     "max_context",
     "max_sequences",
@@ -56,6 +57,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--pilot",
         choices=("on", "off", "random"),
         help="prefetch of predicted experts (default on; never changes text)",
+    )
+    add(
+        "--cache-policy",
+        choices=("next-use", "lfu", "slru", "lru"),
+        help="which expert leaves its slot for another (default next-use; never changes text)",
     )
     add("--draft", metavar="auto|off|N", help="speculative tokens per step (default auto; never changes text)")
     add(

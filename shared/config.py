@@ -46,6 +46,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Prompt tokens per step; 0: as many as the memory allows, within reason."""
     pilot: Literal["on", "off", "random"] = "on"
     """Prefetch of experts: predicted, none, or (for tests) at random. Never changes the text."""
+    cache_policy: Literal["next-use", "lfu", "slru", "lru"] = "next-use"
+    """Which expert leaves its slot for another (docs/store.md). Never changes the text."""
     draft: Literal["auto", "off"] | int = "auto"
     """Speculative tokens per step. Never changes the text."""
     max_context: int = 0
@@ -89,6 +91,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     logit_rows: int
     record_logits: str | None = None
     record_routing: str | None = None
+    cache_policy: Literal["next-use", "lfu", "slru", "lru"] = "next-use"
     model_name: str = ""
     """The name under which the API offers the model."""
     fingerprint: str = ""
@@ -175,7 +178,7 @@ def _in_our_words(text: str) -> str:
         return text
     problem, key = match.groups()
     hint = str(Settings.__annotations__.get(key, ""))
-    choices = re.findall(r"""['"](\w+)['"]""", hint)
+    choices = re.findall(r"""['"]([\w-]+)['"]""", hint)
     allowed = f"; allowed are {', '.join(choices)}{' or a number' if 'int' in hint else ''}" if choices else ""
     return f"{key}: {problem}{allowed}"
 

@@ -1,15 +1,19 @@
 """One layer's visit to the expert store: which experts wait, load, are ready, are done. Pure: events in, actions out.
 
 Works in waves by itself: when the batch-union is larger than the slots, experts are loaded as computed ones give
-their slots back. Whatever arrives first is computed first; the sum over experts is ordered later, by id.
+their slots back. Experts that only rows of a prompt want come last and may hold a part of the slots at once, so that a prompt
+does not push out what others decode with. Whatever arrives first is computed first; the sum over experts is ordered later, by
+id.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.expert_io.slots import Key, Slot, SlotState, SlotTable
+from services.expert_io.slots import Slot, SlotState, SlotTable
+from shared.residency import Key
 
 
 @dataclass(frozen=True)
@@ -31,27 +35,33 @@ class LayerCounters:
 
 @dataclass
 class LayerRun:
-    """State of one visit. ``experts`` is the batch-union in ascending order."""
+    """State of one visit. ``experts`` is the batch-union in ascending order.
+
+    ``passing``: those that no decode row wants, with the share of the prompt's rows that chose them.
+    """
 
     step: int
     layer: int
     experts: list[int]
     table: SlotTable
+    passing: Mapping[int, float] = field(default_factory=dict)
     counters: LayerCounters = field(default_factory=LayerCounters)
     _pending: deque[int] = field(default_factory=deque)
     _ready: list[int] = field(default_factory=list)
     _loading: dict[int, Slot] = field(default_factory=dict)
     _held: dict[int, Slot] = field(default_factory=dict)
+    _passing_loaded: set[int] = field(default_factory=set)  # of those held: loaded by this visit
     n_done: int = 0
 
     def start(self) -> tuple[list[Slot], list[ReadOrder]]:
         """First look at the table: (guessed reads to promote, reads to issue)."""
-        self.table.tick()
+        self.table.visit(self.layer, len(self.passing) < len(self.experts))
         promote = []
+        later: list[int] = []
         for expert in self.experts:
             slot = self.table.find((self.layer, expert))
             if slot is None:
-                self._pending.append(expert)
+                (later if expert in self.passing else self._pending).append(expert)
                 continue
             if slot.is_guess:
                 self.counters.useful_guesses += 1
@@ -62,9 +72,9 @@ class LayerRun:
                 self.counters.late_hits += 1
                 self._loading[expert] = slot
                 promote.append(slot)
-            self.table.touch(slot)
-            slot.pins += 1
-            self._held[expert] = slot
+            self._hold(expert, slot, is_hit=True)
+        self._pending.extend(later)
+        self.table.looked_up(self.layer)
         self.counters.misses = len(self._pending)
         return promote, self.more_reads()
 
@@ -72,16 +82,29 @@ class LayerRun:
         """Reads for pending experts as far as slots can be had."""
         orders = []
         while self._pending:
-            slot = self.table.acquire((self.layer, self._pending[0]), is_guess=False)
+            expert = self._pending[0]
+            is_passing = expert in self.passing
+            if is_passing and len(self._passing_loaded) >= self.table.passing_limit and not self.table.has_free:
+                break
+            slot = self.table.acquire((self.layer, expert), is_guess=False)
             if slot is None:
                 break
-            expert = self._pending.popleft()
-            self.table.touch(slot)
-            slot.pins += 1
-            self._held[expert] = slot
+            self._pending.popleft()
+            self._hold(expert, slot, is_hit=False)
+            if is_passing:
+                self._passing_loaded.add(expert)
             self._loading[expert] = slot
             orders.append(ReadOrder(slot))
         return orders
+
+    def _hold(self, expert: int, slot: Slot, *, is_hit: bool) -> None:
+        self.table.touch(slot, self.passing.get(expert), is_hit=is_hit)
+        self.table.pin(slot)
+        self._held[expert] = slot
+
+    def _let_go(self, expert: int) -> None:
+        self.table.unpin(self._held.pop(expert))
+        self._passing_loaded.discard(expert)
 
     def arrived(self, key: Key) -> None:
         """A read of this layer is complete."""
@@ -94,8 +117,7 @@ class LayerRun:
         if key[0] != self.layer or key[1] not in self._loading:
             return False
         del self._loading[key[1]]
-        slot = self._held.pop(key[1])
-        slot.pins -= 1
+        self._let_go(key[1])
         self.n_done += 1
         return True
 
@@ -108,14 +130,13 @@ class LayerRun:
     def computed(self, experts: list[int]) -> None:
         """These were computed; their slots may be taken by others."""
         for expert in experts:
-            self._held.pop(expert).pins -= 1
+            self._let_go(expert)
         self.n_done += len(experts)
 
     def abandon(self) -> None:
         """Let go of every slot; reads in flight go on and become resident."""
-        for slot in self._held.values():
-            slot.pins -= 1
-        self._held.clear()
+        for expert in list(self._held):
+            self._let_go(expert)
         self._pending.clear()
         self._ready.clear()
         self._loading.clear()

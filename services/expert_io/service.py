@@ -28,6 +28,7 @@ from shared.lifecycle import Service, ServiceContext
 from shared.messages.attention import StepAbandoned
 from shared.messages.expert_io import ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
+from shared.residency import POLICIES
 from shared.segments import Segment
 from shared.stages import Stage, StepTimer
 
@@ -35,7 +36,7 @@ from shared.stages import Stage, StepTimer
 PAIRS_PER_CALL = 256
 SHARED_ROWS_PER_CALL = 128
 FEW_PAIRS = 32
-# Guesses hold at most this share of the slots at a time while they load.
+# Guesses hold at most this share of the slots at a time until they turn out right or wrong.
 GUESS_SHARE = 0.25
 
 
@@ -78,7 +79,7 @@ class ExpertIoService(Service):
                 layer: ffn_of(self._part.tensors, f"model.layers.{layer}.mlp.shared_experts.") for layer in self._layers
             }
         ctx.set_stage("allocate slots")
-        self._table = SlotTable(config.n_slots, half_life=64 * max(1, len(self._layers)))
+        self._table = SlotTable(config.n_slots, POLICIES[config.cache_policy](config.n_slots, self._layers))
         self._store = ExpertStore(container, self._layers, config.n_slots, config.slot_bytes, config.direct_io)
         ctx.bus.add_fd(self._store.reader.fd, self._on_reads)
         self._frames_segment = Segment.attach(config.run_id, "frames")
@@ -98,6 +99,7 @@ class ExpertIoService(Service):
         return {
             "kernels": dispatch_text(),
             "slots": str(config.n_slots),
+            "cache_policy": config.cache_policy,
             "reads": "direct" if self._store.is_direct else "buffered",
         }
 
@@ -143,7 +145,8 @@ class ExpertIoService(Service):
         frame = self._frame(visit)
         with self._timer.stage(Stage.UNION, visit.layer):
             experts = self._batch_union(visit, frame.gate_id[: visit.n_rows])
-            visit.run = LayerRun(visit.step, visit.layer, experts, self._table)
+            passing = self._passing(visit, msg.n_prefill)
+            visit.run = LayerRun(visit.step, visit.layer, experts, self._table, passing)
             promote, orders = visit.run.start()
             for slot in promote:
                 self._store.promote(slot)
@@ -175,6 +178,14 @@ class ExpertIoService(Service):
             visit.rows_of[expert] = (rows[start:end], places[start:end])
         return union
 
+    @staticmethod
+    def _passing(visit: Visit, n_prefill: int) -> dict[int, float]:
+        """The experts that no decode row wants, with the share of the prompt's rows (the last ones) that chose them."""
+        if not n_prefill:
+            return {}
+        n_decode = visit.n_rows - n_prefill
+        return {e: len(rows) / n_prefill for e, (rows, _) in visit.rows_of.items() if rows[0] >= n_decode}
+
     def _issue(self, orders: list[ReadOrder]) -> None:
         for order in orders:
             self._store.start_read(order.slot, speculative=False)
@@ -184,7 +195,7 @@ class ExpertIoService(Service):
     def _on_hint(self, msg: PilotHint) -> None:
         if msg.layer not in self._layers:
             return
-        room = int(len(self._table.slots) * GUESS_SHARE) - len(self._table.guesses_in_flight())
+        room = int(len(self._table.slots) * GUESS_SHARE) - self._table.n_open_guesses
         for expert in msg.experts:
             key = (msg.layer, expert)
             if room <= 0:

@@ -1,8 +1,8 @@
 """The slot table: which expert lies in which slot, and who must leave. Pure: no reads, no memory, no clock.
 
-An expert is a key ``(layer, expert)``. A slot is free, loading, or resident; a slot with pins can't be a victim.
-Victims are chosen by frequency with decay, then by age: a layer scan, which decode is, defeats plain recency. Guesses
-(speculative loads) may only displace what is colder than they are.
+An expert is a key ``(layer, expert)``. A slot is free, loading, or resident; a slot with pins can't be a victim. Among the
+others a policy chooses (``shared/residency.py``). Guesses (speculative loads) may only displace what is colder than they are;
+one that nobody asked for when its layer came is the first to leave, before that it is left alone as long as others can go.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-Key = tuple[int, int]
+from shared.residency import Key, Policy, passing_limit
 
 
 class SlotState(IntEnum):
@@ -30,49 +30,69 @@ class Slot:
     key: Key | None = None
     generation: int = 0
     pins: int = 0
-    last_used: int = 0
     is_guess: bool = False  # loaded on a hint and not yet asked for
     is_doomed: bool = False  # its read was cancelled; free when the completion arrives
 
 
 class SlotTable:
-    """All slots. ``clock`` counts layer visits; it orders ages and paces the decay of the heat."""
+    """All slots."""
 
-    def __init__(self, n_slots: int, half_life: int) -> None:
+    def __init__(self, n_slots: int, policy: Policy) -> None:
         self.slots = [Slot(i) for i in range(n_slots)]
+        self.policy = policy
+        self.passing_limit = passing_limit(n_slots)
         self._of_key: dict[Key, Slot] = {}
         self._free = list(range(n_slots - 1, -1, -1))
-        self._heat: dict[Key, float] = {}
-        self._guesses: dict[int, Slot] = {}  # loading on a hint, oldest first
-        self._half_life = max(1, half_life)
-        self.clock = 0
+        # Guesses, oldest first: loading; resident and still to come; resident although their layer did not want them.
+        self._guesses: dict[int, Slot] = {}
+        self._fresh: dict[int, Slot] = {}
+        self._stale: dict[int, Slot] = {}
         self.n_evicted = 0
         self.n_guesses_wasted = 0  # cancelled, or evicted without ever being asked for
 
     def find(self, key: Key) -> Slot | None:
         return self._of_key.get(key)
 
-    def heat(self, key: Key) -> float:
-        return self._heat.get(key, 0.0)
-
     @property
     def n_used(self) -> int:
         """Slots that hold or load an expert."""
         return len(self.slots) - len(self._free)
 
-    def tick(self) -> None:
-        """One layer was visited."""
-        self.clock += 1
-        if self.clock % self._half_life == 0:
-            self._heat = {key: h / 2 for key, h in self._heat.items() if h > 1 / 64}
+    @property
+    def has_free(self) -> bool:
+        return bool(self._free)
 
-    def touch(self, slot: Slot) -> None:
-        """The gate asked for the slot's expert."""
+    @property
+    def n_open_guesses(self) -> int:
+        """Slots with guesses that may still turn out right."""
+        return len(self._guesses) + len(self._fresh)
+
+    def visit(self, layer: int, is_decode: bool) -> None:
+        """A layer's visit begins."""
+        self.policy.visit(layer, is_decode)
+
+    def looked_up(self, layer: int) -> None:
+        """The visit has found what it wants: guesses for this layer that it left were wrong."""
+        for index in [i for i, slot in self._fresh.items() if slot.key and slot.key[0] == layer]:
+            self._stale[index] = self._fresh.pop(index)
+
+    def touch(self, slot: Slot, prompt_share: float | None = None, *, is_hit: bool) -> None:
+        """The gate asked for the slot's expert; ``prompt_share`` as in ``Policy.asked``."""
         assert slot.key is not None
-        slot.last_used = self.clock
+        self.policy.asked(slot.key, prompt_share, is_hit)
         slot.is_guess = False
-        self._guesses.pop(slot.index, None)
-        self._heat[slot.key] = self._heat.get(slot.key, 0.0) + 1.0
+        self._drop_guess(slot)
+
+    def pin(self, slot: Slot) -> None:
+        """Somebody works with the slot."""
+        assert slot.key is not None
+        slot.pins += 1
+        self.policy.discard(slot.key)
+
+    def unpin(self, slot: Slot) -> None:
+        slot.pins -= 1
+        if not slot.pins and slot.state is SlotState.RESIDENT and slot.key is not None:
+            self.policy.add(slot.key)
 
     def acquire(self, key: Key, *, is_guess: bool) -> Slot | None:
         """A slot for ``key``, now LOADING and unpinned; None when every slot is needed (or warmer than a guess)."""
@@ -80,7 +100,7 @@ class SlotTable:
         if self._free:
             slot = self.slots[self._free.pop()]
         else:
-            found = self._victim(self.heat(key) if is_guess else None)
+            found = self._victim(self.policy.heat(key) if is_guess else None)
             if found is None:
                 return None
             slot = found
@@ -90,7 +110,6 @@ class SlotTable:
         slot.key = key
         slot.generation += 1
         slot.pins = 0
-        slot.last_used = self.clock
         slot.is_guess = is_guess
         slot.is_doomed = False
         self._of_key[key] = slot
@@ -101,7 +120,10 @@ class SlotTable:
     def loaded(self, slot: Slot) -> None:
         """The slot's read is complete."""
         slot.state = SlotState.RESIDENT
-        self._guesses.pop(slot.index, None)
+        if self._guesses.pop(slot.index, None):
+            self._fresh[slot.index] = slot
+        elif not slot.pins and slot.key is not None:
+            self.policy.add(slot.key)
 
     def doom(self, slot: Slot) -> None:
         """The slot's read was cancelled: nobody may find it; its memory is free when ``release`` is called."""
@@ -120,7 +142,6 @@ class SlotTable:
         slot.pins = 0
         slot.is_doomed = False
         slot.is_guess = False
-        self._guesses.pop(slot.index, None)
         self._free.append(slot.index)
 
     def guesses_in_flight(self) -> list[Slot]:
@@ -130,22 +151,22 @@ class SlotTable:
     def _forget(self, slot: Slot) -> None:
         if slot.key is not None:
             self._of_key.pop(slot.key, None)
+            self.policy.evicted(slot.key)
         if slot.is_guess:
             self.n_guesses_wasted += 1
+        self._drop_guess(slot)
 
-    def _victim(self, warmer_than: float | None) -> Slot | None:
-        best: Slot | None = None
-        best_rank: tuple[float, int] | None = None
-        for slot in self.slots:
-            if slot.state is not SlotState.RESIDENT or slot.pins:
-                continue
-            assert slot.key is not None
-            # A guess that nobody asked for is colder than anything that was used.
-            rank = (-1.0 if slot.is_guess else self._heat.get(slot.key, 0.0), slot.last_used)
-            if best_rank is None or rank < best_rank:
-                best, best_rank = slot, rank
-        if best is None or best_rank is None:
-            return None
-        if warmer_than is not None and best_rank[0] >= warmer_than:
-            return None
-        return best
+    def _drop_guess(self, slot: Slot) -> None:
+        for guesses in (self._guesses, self._fresh, self._stale):
+            guesses.pop(slot.index, None)
+
+    def _victim(self, colder_than: float | None) -> Slot | None:
+        """``colder_than``: the heat of a guess, None for a demand."""
+        if self._stale:
+            return next(iter(self._stale.values()))
+        key = self.policy.victim()
+        if colder_than is not None:
+            return self._of_key[key] if key and self.policy.heat(key) < colder_than else None
+        if key:
+            return self._of_key[key]
+        return next(iter(self._fresh.values()), None)

@@ -13,10 +13,11 @@ from native.kernels import Ffn
 from native.matrix import Matrix, matrix
 from native.memory import HugeBuffer
 from native.reader import ReadDone, Reader
-from services.expert_io.slots import Key, Slot
+from services.expert_io.slots import Slot
 from shared.container.format import ExpertLayout
 from shared.container.reader import Container, ExpertFile
 from shared.errors import StoreError
+from shared.residency import Key
 
 READ_ALIGN = 4096
 PIECE_BYTES = 2 << 20

@@ -61,6 +61,11 @@ class Plan:
     n_logits: int
     is_prefill: bool
 
+    @property
+    def n_prefill(self) -> int:
+        """The rows of the prompt chunk; they are the last ones."""
+        return self.spans[-1].n_rows if self.is_prefill else 0
+
 
 @dataclass
 class Advance:

@@ -296,7 +296,8 @@ class RouterService(Service):
         hidden = frame.hidden[: msg.n_rows]
         with self._timer.stage(Stage.GATE, msg.layer):
             bad = self._gates.choose(msg.layer, hidden, frame.gate_id[: msg.n_rows], frame.gate_weight[: msg.n_rows])
-        self._bus.post("expert_io", ExpertsWanted(msg.step, msg.layer, msg.frame, msg.n_rows))
+        n_prefill = flight.plan.n_prefill if flight.frame == MAIN_FRAME else 0
+        self._bus.post("expert_io", ExpertsWanted(msg.step, msg.layer, msg.frame, msg.n_rows, n_prefill))
         for row in bad:
             self._mark_row(flight, row, msg.layer)
         with self._timer.stage(Stage.PILOT, msg.layer):

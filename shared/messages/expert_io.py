@@ -6,12 +6,16 @@ from shared.messages.base import Frame, Layer, Msg, Rows, Step
 
 
 class ExpertsWanted(Msg, tag="experts_wanted", frozen=True, array_like=True, gc=False):
-    """Router -> ExpertIO: gate_id and gate_weight of one layer are in the frame; run the batch-union."""
+    """Router -> ExpertIO: gate_id and gate_weight of one layer are in the frame; run the batch-union.
+
+    The last ``n_prefill`` rows belong to a prompt: what only they want must not push out what others decode with.
+    """
 
     step: Step
     layer: Layer
     frame: Frame
     n_rows: Rows
+    n_prefill: Rows = 0
 
 
 class PilotHint(Msg, tag="pilot_hint", frozen=True, array_like=True, gc=False):

@@ -18,6 +18,7 @@ Converted = Callable[[str, str], Path]
 VARIANTS: dict[str, dict[str, Any]] = {
     "half the slots": {"n_slots": "half"},
     "gate_k + 1 slots": {"n_slots": "least"},
+    "segmented LRU": {"n_slots": "half", "cache_policy": "slru", "prefill_chunk": 7},
     "chunks of 1": {"prefill_chunk": 1},
     "chunks of 7": {"prefill_chunk": 7},
     "2 threads": {"n_threads": 2},
@@ -32,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "prefill_chunk": 7,
         "n_threads": 2,
         "pilot": "random",
+        "cache_policy": "lru",
         "n_drafts": 2,
         "shuffle": 11,
     },

@@ -6,6 +6,13 @@ import random
 
 from services.expert_io.layer_run import LayerRun
 from services.expert_io.slots import SlotState, SlotTable
+from shared.residency import POLICIES, passing_limit
+
+LAYERS = range(8)
+
+
+def table_of(n_slots: int, policy: str = "next-use") -> SlotTable:
+    return SlotTable(n_slots, POLICIES[policy](n_slots, LAYERS))
 
 
 def drive(run: LayerRun, table: SlotTable, rng: random.Random) -> list[int]:
@@ -37,7 +44,7 @@ def drive(run: LayerRun, table: SlotTable, rng: random.Random) -> list[int]:
 def test_waves_with_fewer_slots_than_experts() -> None:
     for n_slots in (1, 2, 5, 9):
         rng = random.Random(n_slots)
-        table = SlotTable(n_slots, half_life=100)
+        table = table_of(n_slots)
         for layer in range(4):
             experts = sorted(rng.sample(range(64), 20))
             run = LayerRun(0, layer, experts, table)
@@ -47,7 +54,7 @@ def test_waves_with_fewer_slots_than_experts() -> None:
 
 
 def test_resident_experts_are_hits_and_each_is_loaded_once() -> None:
-    table = SlotTable(8, half_life=100)
+    table = table_of(8)
     rng = random.Random(0)
     drive(LayerRun(0, 0, [1, 2, 3], table), table, rng)
     run = LayerRun(1, 0, [2, 3, 4], table)
@@ -56,7 +63,7 @@ def test_resident_experts_are_hits_and_each_is_loaded_once() -> None:
 
 
 def test_victims_are_the_least_used_first() -> None:
-    table = SlotTable(3, half_life=1000)
+    table = table_of(3)
     rng = random.Random(0)
     for _ in range(3):
         drive(LayerRun(0, 0, [1], table), table, rng)
@@ -66,19 +73,8 @@ def test_victims_are_the_least_used_first() -> None:
     assert table.find((1, 7)) is not None
 
 
-def test_heat_fades() -> None:
-    table = SlotTable(2, half_life=4)
-    rng = random.Random(0)
-    for _ in range(3):
-        drive(LayerRun(0, 0, [1], table), table, rng)
-    hot = table.heat((0, 1))
-    for _ in range(40):
-        table.tick()
-    assert table.heat((0, 1)) < hot / 8
-
-
 def test_a_guess_takes_free_slots_but_never_a_warmer_one() -> None:
-    table = SlotTable(2, half_life=1000)
+    table = table_of(2)
     rng = random.Random(0)
     drive(LayerRun(0, 0, [1], table), table, rng)
     guess = table.acquire((1, 5), is_guess=True)
@@ -90,21 +86,66 @@ def test_a_guess_takes_free_slots_but_never_a_warmer_one() -> None:
     assert table.find((0, 1)) is not None
 
 
-def test_demand_takes_an_unused_guess_first() -> None:
-    table = SlotTable(2, half_life=1000)
+def test_a_guess_leaves_first_once_its_layer_did_not_want_it_and_not_before() -> None:
     rng = random.Random(0)
-    drive(LayerRun(0, 0, [1], table), table, rng)
+    for is_past in (False, True):
+        table = table_of(3)
+        drive(LayerRun(0, 0, [1], table), table, rng)
+        guess = table.acquire((1, 5), is_guess=True)
+        assert guess is not None
+        table.loaded(guess)
+        layer = 1 if is_past else 2
+        drive(LayerRun(0, layer, [2], table), table, rng)
+        drive(LayerRun(0, 3, [3], table), table, rng)
+        assert (table.find((1, 5)) is None) == is_past
+        assert (table.find((0, 1)) is not None and table.find((layer, 2)) is not None) == is_past
+        assert table.n_guesses_wasted == int(is_past)
+
+
+def test_a_guess_gives_way_when_nothing_else_can() -> None:
+    table = table_of(1)
     guess = table.acquire((1, 5), is_guess=True)
     assert guess is not None
     table.loaded(guess)
-    drive(LayerRun(0, 0, [2], table), table, rng)
-    assert table.find((1, 5)) is None
-    assert table.n_guesses_wasted == 1
-    assert table.find((0, 1)) is not None
+    drive(LayerRun(0, 0, [2], table), table, random.Random(0))
+    assert table.find((0, 2)) is not None and table.n_guesses_wasted == 1
+
+
+def test_a_prompt_takes_only_its_share_from_those_who_decode() -> None:
+    """Experts that only prompt rows want pass through a few slots; those of decode rows stay, whatever the policy."""
+    n_slots, n_experts = 100, 64
+    limit = passing_limit(n_slots)
+    for name in POLICIES:
+        rng = random.Random(1)
+        table = table_of(n_slots, name)
+        warm = {layer: rng.sample(range(n_experts), 12) for layer in LAYERS}
+        for step in range(20):
+            for layer in LAYERS:
+                drive(LayerRun(step, layer, sorted(warm[layer]), table), table, rng)
+        assert table.n_used == 96
+        for layer in LAYERS:
+            passing = {e: 0.5 for e in range(n_experts) if e not in warm[layer][:2]}
+            run = LayerRun(30, layer, list(range(n_experts)), table, passing)
+            assert sorted(drive(run, table, rng)) == list(range(n_experts))
+            assert run.counters.misses <= n_experts - 2, "each expert is read at most once"
+        kept = sum(table.find((layer, e)) is not None for layer in LAYERS for e in warm[layer])
+        assert kept >= 96 - limit, name
+
+
+def test_a_prompt_uses_free_slots_without_a_limit_and_never_stands_still() -> None:
+    rng = random.Random(2)
+    table = table_of(64)
+    run = LayerRun(0, 0, list(range(40)), table, dict.fromkeys(range(40), 0.1))
+    _, orders = run.start()
+    assert len(orders) == 40
+    for n_slots in (1, 2, 3):
+        table = table_of(n_slots)
+        run = LayerRun(0, 0, list(range(40)), table, dict.fromkeys(range(40), 1.0))
+        assert sorted(drive(run, table, rng)) == list(range(40))
 
 
 def test_a_doomed_read_keeps_its_slot_until_it_has_ended() -> None:
-    table = SlotTable(1, half_life=10)
+    table = table_of(1)
     guess = table.acquire((0, 1), is_guess=True)
     assert guess is not None
     table.doom(guess)
@@ -116,7 +157,7 @@ def test_a_doomed_read_keeps_its_slot_until_it_has_ended() -> None:
 
 
 def test_a_late_guess_is_promoted_not_read_again() -> None:
-    table = SlotTable(4, half_life=10)
+    table = table_of(4)
     guess = table.acquire((0, 1), is_guess=True)
     assert guess is not None
     run = LayerRun(0, 0, [1, 2], table)
@@ -128,7 +169,7 @@ def test_a_late_guess_is_promoted_not_read_again() -> None:
 
 
 def test_a_failed_read_counts_as_done_for_the_visit() -> None:
-    table = SlotTable(4, half_life=10)
+    table = table_of(4)
     run = LayerRun(0, 0, [1, 2], table)
     _, orders = run.start()
     assert run.failed((0, 1))
@@ -140,7 +181,7 @@ def test_a_failed_read_counts_as_done_for_the_visit() -> None:
 
 
 def test_an_abandoned_visit_lets_go_of_every_slot() -> None:
-    table = SlotTable(3, half_life=10)
+    table = table_of(3)
     run = LayerRun(0, 0, [1, 2, 3, 4], table)
     _, orders = run.start()
     run.abandon()
@@ -152,7 +193,7 @@ def test_an_abandoned_visit_lets_go_of_every_slot() -> None:
 
 def test_the_guesses_in_flight_are_those_that_load_on_a_hint() -> None:
     rng = random.Random(3)
-    table = SlotTable(6, half_life=50)
+    table = table_of(6)
     for step in range(2000):
         slot = rng.choice(table.slots)
         key = (0, rng.randrange(20))
@@ -161,8 +202,10 @@ def test_the_guesses_in_flight_are_those_that_load_on_a_hint() -> None:
         elif slot.state is SlotState.LOADING and slot.is_doomed:
             table.release(slot)
         elif slot.state is SlotState.LOADING:
-            rng.choice((table.loaded, table.touch, table.doom, table.release))(slot)
+            rng.choice((table.loaded, lambda s: table.touch(s, is_hit=True), table.doom, table.release))(slot)
         elif slot.state is SlotState.RESIDENT:
-            table.touch(slot)
+            table.touch(slot, is_hit=True)
+            table.pin(slot)
+            table.unpin(slot)
         loading = {s.index for s in table.slots if s.state is SlotState.LOADING and s.is_guess and not s.is_doomed}
         assert {s.index for s in table.guesses_in_flight()} == loading, step
