@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import random
 import sys
 import time
@@ -67,8 +68,9 @@ class Engine:
         status = self.api.llama_decode(self.context, self.api.llama_batch_get_one(array, len(tokens)))
         if status:
             raise SystemExit(f"llama_decode of {len(tokens)} tokens returned {status}")
-        if not self.api.llama_get_logits_ith(self.context, -1):
-            raise SystemExit("llama.cpp has no logits for the last token")
+        logits = self.api.llama_get_logits_ith(self.context, -1)
+        if not logits or not all(map(math.isfinite, logits[: self.n_vocab : 97])):
+            raise SystemExit("llama.cpp has no finite logits for the last token")
 
 
 def main() -> None:
