@@ -3,8 +3,11 @@
 #include "../probe.h"
 
 #define I8(t, n) "vpmaddubsw %%ymm14, %%ymm15, %%ymm" t "\nvpmaddwd %%ymm13, %%ymm" t ", %%ymm" t "\nvpaddd %%ymm" t ", %%ymm" n ", %%ymm" n "\n"
-#define I4(t, n) "vpmaddubsw %%ymm14, %%ymm15, %%ymm" t "\nvpaddw %%ymm" t ", %%ymm" n ", %%ymm" n "\n"
-#define WIDEN(n) "vpmaddwd %%ymm13, %%ymm" n ", %%ymm9\nvpaddd %%ymm9, %%ymm8, %%ymm8\nvpxor %%ymm" n ", %%ymm" n ", %%ymm" n "\n"
+/* Two products are added to each other before the sum: the measured order with the fewest conflicts over ports (Zen 3). */
+#define I4(t, u, n)                                                                                                    \
+    "vpmaddubsw %%ymm14, %%ymm15, %%ymm" t "\nvpmaddubsw %%ymm14, %%ymm15, %%ymm" u "\n"                                   \
+    "vpaddw %%ymm" t ", %%ymm" u ", %%ymm" u "\nvpaddw %%ymm" u ", %%ymm" n ", %%ymm" n "\n"
+#define WIDEN(n) "vpmaddwd %%ymm13, %%ymm" n ", %%ymm12\nvpaddd %%ymm12, %%ymm11, %%ymm11\nvpxor %%ymm" n ", %%ymm" n ", %%ymm" n "\n"
 
 #define LOOP(body)                                                                                                     \
     __asm__ volatile("vmovups (%1), %%ymm14\nvmovups (%1), %%ymm15\nvpcmpeqw %%ymm13, %%ymm13, %%ymm13\n"              \
@@ -27,8 +30,8 @@ static void i8_avx2(int64_t n, const uint8_t *operands)
 /* Eight products in each of four sums. */
 static void i4_avx2(int64_t n, const uint8_t *operands)
 {
-#define FOUR I4("4", "0") I4("5", "1") I4("6", "2") I4("7", "3")
-    LOOP(FOUR FOUR FOUR FOUR FOUR FOUR FOUR FOUR WIDEN("0") WIDEN("1") WIDEN("2") WIDEN("3"));
+#define FOUR I4("4", "5", "0") I4("6", "7", "1") I4("8", "9", "2") I4("4", "5", "3")
+    LOOP(FOUR FOUR FOUR FOUR WIDEN("0") WIDEN("1") WIDEN("2") WIDEN("3"));
 }
 
 void cb_probe_table_avx2(cb_probe_table *t)

@@ -2,8 +2,11 @@
 #include "../probe.h"
 
 #define I8(t, n) "vpmaddubsw %%zmm14, %%zmm15, %%zmm" t "\nvpmaddwd %%zmm13, %%zmm" t ", %%zmm" t "\nvpaddd %%zmm" t ", %%zmm" n ", %%zmm" n "\n"
-#define I4(t, n) "vpmaddubsw %%zmm14, %%zmm15, %%zmm" t "\nvpaddw %%zmm" t ", %%zmm" n ", %%zmm" n "\n"
-#define WIDEN(n) "vpmaddwd %%zmm13, %%zmm" n ", %%zmm9\nvpaddd %%zmm9, %%zmm8, %%zmm8\nvpxorq %%zmm" n ", %%zmm" n ", %%zmm" n "\n"
+/* Two products are added to each other before the sum: the measured order with the fewest conflicts over ports (Zen 3). */
+#define I4(t, u, n)                                                                                                    \
+    "vpmaddubsw %%zmm14, %%zmm15, %%zmm" t "\nvpmaddubsw %%zmm14, %%zmm15, %%zmm" u "\n"                                   \
+    "vpaddw %%zmm" t ", %%zmm" u ", %%zmm" u "\nvpaddw %%zmm" u ", %%zmm" n ", %%zmm" n "\n"
+#define WIDEN(n) "vpmaddwd %%zmm13, %%zmm" n ", %%zmm12\nvpaddd %%zmm12, %%zmm11, %%zmm11\nvpxorq %%zmm" n ", %%zmm" n ", %%zmm" n "\n"
 
 #define LOOP(body)                                                                                                     \
     __asm__ volatile("vmovups (%1), %%zmm14\nvmovups (%1), %%zmm15\nvpternlogd $255, %%zmm13, %%zmm13, %%zmm13\n"      \
@@ -26,8 +29,8 @@ static void i8_avx512(int64_t n, const uint8_t *operands)
 
 static void i4_avx512(int64_t n, const uint8_t *operands)
 {
-#define FOUR I4("4", "0") I4("5", "1") I4("6", "2") I4("7", "3")
-    LOOP(FOUR FOUR FOUR FOUR FOUR FOUR FOUR FOUR WIDEN("0") WIDEN("1") WIDEN("2") WIDEN("3"));
+#define FOUR I4("4", "5", "0") I4("6", "7", "1") I4("8", "9", "2") I4("4", "5", "3")
+    LOOP(FOUR FOUR FOUR FOUR WIDEN("0") WIDEN("1") WIDEN("2") WIDEN("3"));
 }
 
 void cb_probe_table_avx512(cb_probe_table *t)
