@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from native.library import available_isas, isa_current, isa_limit
 from shared.messages.router import DraftReady
 from tests.oracle import ORACLES, oracle_array
 from tests.support.ring import Ring, read_record
 
 Converted = Callable[[str, str], Path]
+Force = Callable[[str], None]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "half the slots": {"n_slots": "half"},
@@ -104,9 +106,22 @@ def test_drafts_equal_the_mtp_oracle(name: str, converted: Converted, tmp_path: 
         assert drafts[0] == chain
 
 
+@pytest.fixture
+def force() -> Iterator[Force]:
+    """force(rung): no kernel of a higher one; the usual table afterwards."""
+    usual = isa_current()
+    yield isa_limit
+    isa_limit(usual)
+
+
 @pytest.mark.parametrize("precision", ["f32", "int8", "int4"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_knob_moves_a_bit(precision: str, temperature: float, converted: Converted, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("temperature", "isa"), [(0.0, available_isas()[-1]), *((1.0, isa) for isa in available_isas())]
+)
+def test_no_knob_moves_a_bit(
+    precision: str, temperature: float, isa: str, force: Force, converted: Converted, tmp_path: Path
+) -> None:
+    force(isa)
     model = converted("glm_moe_dsa", precision)
     prompt = oracle_array("glm_moe_dsa", "prompt_ids").tolist()
     [base] = run(model, tmp_path, [prompt], 12, {}, temperature=temperature)
@@ -114,6 +129,42 @@ def test_no_knob_moves_a_bit(precision: str, temperature: float, converted: Conv
         [got] = run(model, tmp_path, [prompt], 12, variant, temperature=temperature)
         assert got[0] == base[0], f"tokens moved with {title}"
         assert got[1] == base[1], f"logits moved with {title}"
+
+
+def test_every_rung_gives_the_same_bits(force: Force, converted: Converted, tmp_path: Path) -> None:
+    """Each rung of this machine in turn, alone and with knobs turned, in weights of every precision: one recording."""
+    name = "deepseek_v32"
+    prompt = oracle_array(name, "prompt_ids").tolist()
+    for precision, kv_dtype in (("f32", "f32"), ("int8", "bf16"), ("int4", "f32")):
+        model = converted(name, precision)
+        base: list[Any] = []
+        for isa in available_isas():
+            force(isa)
+            for variant in ({}, VARIANTS["everything at once"]):
+                [got] = run(model, tmp_path, [prompt], 6, {"kv_dtype": kv_dtype, **variant}, temperature=1.0)
+                base = base or got
+                assert got[0] == base[0], f"{precision}: tokens moved with {isa}, {variant}"
+                assert got[1] == base[1], f"{precision}: logits moved with {isa}, {variant}"
+
+
+@pytest.mark.parametrize("precision", ["f32", "int4"])
+def test_rungs_may_meet_in_one_group(precision: str, force: Force, converted: Converted, tmp_path: Path) -> None:
+    """Attention on one rung and experts on another: each service's work runs with the table that its name asks for."""
+    model = converted("glm_moe_dsa", precision)
+    prompt = oracle_array("glm_moe_dsa", "prompt_ids").tolist()
+    [base] = run(model, tmp_path, [prompt], 6, {"n_drafts": 1})
+    low, high = available_isas()[0], available_isas()[-1]
+    for rungs in ({"attention": low, "drafter": low}, {"expert_io": low}):
+        used: set[tuple[str, str]] = set()
+
+        def choose(service: str, rungs: dict[str, str] = rungs, used: set[tuple[str, str]] = used) -> None:
+            isa = rungs.get(service, high)
+            used.add((service, isa))
+            force(isa)
+
+        [got] = run(model, tmp_path, [prompt], 6, {"n_drafts": 1, "before": choose})
+        assert {("attention", rungs.get("attention", high)), ("expert_io", rungs.get("expert_io", high))} <= used
+        assert got == base, f"bits moved with {rungs}"
 
 
 @pytest.mark.parametrize("precision", ["f32", "int4"])

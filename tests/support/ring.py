@@ -92,7 +92,16 @@ class Answer:
 class Ring:
     """Opens a container and serves requests. Use as a context manager."""
 
-    def __init__(self, model_dir: Path, tmp: Path, shuffle: int | None = None, **overrides: Any) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        tmp: Path,
+        shuffle: int | None = None,
+        before: Callable[[str], None] | None = None,
+        **overrides: Any,
+    ) -> None:
+        """``before`` is told which service is about to run; ``overrides`` are settings of the group."""
+        self._before = before or (lambda service: None)
         container = Container.open(model_dir)
         self.spec = spec = container.spec
         run_id = uuid.uuid4().hex[:12]
@@ -206,14 +215,18 @@ class Ring:
             elif receiver in self.services:
                 msg = self._decoders[receiver].decode(frame)[0].msg
                 if self.on_deliver is None or self.on_deliver(sender, receiver, msg):
+                    self._before(receiver)
                     self.services[receiver].handle(msg, sender)
         busy = bool(taken)
-        for service in self.services.values():
+        for name, service in self.services.items():
+            self._before(name)
             busy |= bool(service.work())
-        fds = {fd: call for s in self.services.values() for fd, call in s._ctx.bus.fds.items()}
+        fds = {fd: (name, call) for name, s in self.services.items() for fd, call in s._ctx.bus.fds.items()}
         ready, _, _ = select.select(list(fds), [], [], 0 if busy or self._order else 0.05)
         for fd in ready:
-            fds[fd]()
+            name, call = fds[fd]
+            self._before(name)
+            call()
         return busy or bool(ready) or bool(self._order)
 
     def _on_gateway(self, msg: Any) -> None:
