@@ -62,8 +62,8 @@ static bool cb_reduce_neon(const float *parts, int64_t stride, const float *weig
         if (shared)
             acc = vaddq_f32(acc, cb_load_neon(shared + i, n - i));
         cb_store_neon(out + i, n - i, acc);
-        float32x4_t own = n - i < 4 ? cb_load_neon(out + i, n - i) : acc; /* what lies past the end doesn't count */
-        largest = vmaxq_u32(largest, vandq_u32(vreinterpretq_u32_f32(own), magnitude));
+        /* Past the end are zeros times weights: not finite only where the row itself isn't. */
+        largest = vmaxq_u32(largest, vandq_u32(vreinterpretq_u32_f32(acc), magnitude));
     }
     return vmaxvq_u32(largest) < 0x7f800000u;
 }
