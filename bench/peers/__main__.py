@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.measure import MIB
-from bench.peers.engines import Engine, run_group, run_llama
+from bench.peers.engines import Engine, require_llama, run_group, run_llama
 from bench.peers.gguf_file import write_gguf
 from bench.peers.report import Comparison, Rates, as_json, as_text
 from bench.peers.shapes import HEAD_TYPES, SHAPES, make_model
@@ -211,6 +211,8 @@ def main() -> int:
     options = make_parser().parse_args()
     try:
         run = Run(options)
+        if not options.write_only:
+            require_llama(options.llama_python)
         run.write()
         if options.write_only:
             return 0

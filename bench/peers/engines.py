@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from bench.roofline import BenchError
 from cli.client import Answer, Client, find_group
+from shared.errors import ConfigError
 
 LLAMA = Path(__file__).with_name("llama.py")
 SHORT_PROMPT = 16
@@ -57,6 +58,20 @@ class Llama:
             raise BenchError(f"llama.cpp ended with {self._process.wait()}; its last words ({self._log}):\n{tail}")
         found: dict[str, Any] = json.loads(line)
         return found
+
+
+def require_llama(python: str) -> None:
+    """ConfigError, before anything large is written, when this interpreter has no llama-cpp-python."""
+    try:
+        found = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, text=True, check=False)
+        said = "".join(found.stderr.splitlines()[-1:])
+    except OSError as error:
+        found, said = None, str(error)
+    if found is None or found.returncode:
+        raise ConfigError(
+            f"{python} can't import llama_cpp ({said}); install the extra: pip install 'colibri-moe[peers]', "
+            "or name an interpreter that has it with --llama-python"
+        )
 
 
 @contextmanager
