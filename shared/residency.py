@@ -79,7 +79,7 @@ class Policy(ABC):
         """Uses per step as an earlier process knew them: what a fresh policy may start from."""
 
 
-class _Order:
+class Ranking:
     """A heap of (rank, key) whose outdated entries are dropped when they come up."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Lru(Policy):
 
     def __init__(self, n_slots: int, layers: Sequence[int]) -> None:
         super().__init__(n_slots, layers)
-        self._order = _Order()
+        self._order = Ranking()
         self._used: dict[Key, tuple[int, int]] = {}
         self._clock = 0
 
@@ -192,7 +192,7 @@ class DecayedLfu(Policy):
         self._per_visit = 1.0 / (half_life * max(1, len(self.layers)))
         self._full = _full_heat(half_life)
         self._log_heat: dict[Key, float] = {}
-        self._order = _Order()
+        self._order = Ranking()
         self._now = 0.0  # in half-lives
 
     def visit(self, layer: int, is_decode: bool) -> None:
@@ -240,7 +240,7 @@ class NextUse(Policy):
         self._per_step = 1.0 / half_life
         self._full = _full_heat(half_life)
         self._log_heat: dict[Key, float] = {}
-        self._order = {layer: _Order() for layer in self.layers}
+        self._order = {layer: Ranking() for layer in self.layers}
         self._now = dict.fromkeys(self.layers, 0.0)  # in half-lives
         self._place = {layer: i for i, layer in enumerate(self.layers)}
         self._at = 0

@@ -1,0 +1,1 @@
+"""``colibri cache-sim``: residency policies judged on recorded routing."""

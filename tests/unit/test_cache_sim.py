@@ -1,0 +1,166 @@
+"""cache-sim: the optimum is that of trying everything, the simulation does what expert_io does, the command says so."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import xml.etree.ElementTree as ET
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from cli.cache_sim.command import command
+from cli.cache_sim.simulate import ONE_STEP_AHEAD, OPTIMUM, Visit, run, visits_of
+from services.expert_io.layer_run import LayerRun
+from services.expert_io.slots import SlotTable
+from shared.errors import ColibriError
+from shared.residency import POLICIES, Key
+from shared.stages import StepKind
+from shared.traces import SpanNote, TraceHeader, TraceReader, TraceWriter, layer_record, step_record
+
+SIZES = dict.fromkeys(range(8), 4096)
+
+
+def random_visits(rng: random.Random, n: int, n_layers: int, n_experts: int, largest: int) -> list[Visit]:
+    out = []
+    for i in range(n):
+        union = rng.sample(range(n_experts), rng.randint(1, largest))
+        cut = rng.choice([len(union), len(union), 0, rng.randint(0, len(union))])
+        out.append(Visit(i % n_layers, tuple(sorted(union[:cut])), dict.fromkeys(sorted(union[cut:]), 0.3)))
+    return out
+
+
+def most_hits(visits: list[Visit], n_slots: int) -> int:
+    """By trying every set of victims."""
+
+    @cache
+    def from_here(i: int, resident: frozenset[Key]) -> int:
+        if i == len(visits):
+            return 0
+        union = visits[i].union
+        hits = union & resident
+        everything = resident | union
+        may_go = everything - union if len(union) <= n_slots else everything
+        n_go = max(0, len(everything) - n_slots)
+        ends = {everything - set(gone) for gone in itertools.combinations(sorted(may_go), n_go)}
+        return len(hits) + max(from_here(i + 1, end) for end in ends)
+
+    return from_here(0, frozenset())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_optimum_equals_trying_everything(seed: int) -> None:
+    rng = random.Random(seed)
+    n_slots = rng.randint(1, 4)
+    visits = random_visits(rng, 9, rng.randint(1, 2), 4, rng.randint(1, 4))
+    score = run(OPTIMUM, visits, n_slots, range(2), SIZES)
+    assert score.hits == most_hits(visits, n_slots)
+    assert score.bytes_read == 4096 * (score.asked - score.hits)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_policy_beats_the_optimum_and_knowing_one_step_is_never_far_below_knowing_none(seed: int) -> None:
+    rng = random.Random(seed)
+    visits = random_visits(rng, 400, 4, 12, 4)
+    for n_slots in (4, 10, 30):
+        best = run(OPTIMUM, visits, n_slots, range(4), SIZES).hits
+        hits = {name: run(name, visits, n_slots, range(4), SIZES).hits for name in (*POLICIES, ONE_STEP_AHEAD)}
+        assert max(hits.values()) <= best
+        assert hits[ONE_STEP_AHEAD] > 1.05 * hits["next-use"]
+
+
+def play(table: SlotTable, visits: list[Visit]) -> list[tuple[int, int]]:
+    """expert_io's own classes with a disk that is at once done, but only when nothing is left to compute."""
+    out = []
+    for i, visit in enumerate(visits):
+        layer_run = LayerRun(i, visit.layer, sorted(e for _, e in visit.union), table, visit.passing)
+        _, orders = layer_run.start()
+        while not layer_run.is_done:
+            for order in orders:
+                table.loaded(order.slot)
+                assert order.slot.key is not None
+                layer_run.arrived(order.slot.key)
+            layer_run.computed([e for e, _ in layer_run.take_ready(1000)])
+            orders = layer_run.more_reads()
+        out.append((layer_run.counters.hits, layer_run.counters.misses))
+    return out
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_simulation_is_what_the_store_does(name: str) -> None:
+    rng = random.Random(name)
+    for n_slots, largest in ((60, 12), (9, 20), (3, 6)):
+        visits = random_visits(rng, 600, 4, 24, largest)
+        counted = play(SlotTable(n_slots, POLICIES[name](n_slots, range(4))), visits)
+        score = run(name, visits, n_slots, range(4), SIZES)
+        assert score.asked == sum(h + m for h, m in counted)
+        assert score.hits == sum(h for h, _ in counted), n_slots
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "routing.trace"
+    header = TraceHeader(model="m", fingerprint="f", n_experts=16, gate_k=2, record_bytes={3: 4096, 4: 8192})
+    writer = TraceWriter(path, header)
+    rng = np.random.default_rng(0)
+    for step in range(60):
+        spans = [SpanNote("a", 1, step, False)] + ([SpanNote("b", 3, 0, True)] if step % 20 == 0 else [])
+        n_rows = sum(s.n_rows for s in spans)
+        writer.write([step_record(step, StepKind.DECODE, spans)])
+        for layer in (3, 4):
+            ids = np.sort(np.stack([rng.choice(16, 2, replace=False) for _ in range(n_rows)]), 1)
+            writer.write([layer_record(step, layer, ids, np.ones((n_rows, 2), np.float32))])
+    writer.close()
+    return path
+
+
+def test_visits_tell_decode_rows_from_prompts(trace: Path) -> None:
+    steps = list(TraceReader(trace))
+    visits = visits_of(steps)
+    assert len(visits) == 120 and [v.layer for v in visits[:4]] == [3, 4, 3, 4]
+    for step, visit in zip((s for s in steps for _ in s.layers), visits, strict=True):
+        ids = step.layers[visit.layer - 3].ids
+        assert visit.wanted == tuple(sorted(ids[0].tolist()))
+        assert set(visit.passing) == set(ids[1:].ravel().tolist()) - set(visit.wanted)
+        assert all(share == (ids[1:] == e).sum() / 3 for e, share in visit.passing.items())
+
+
+def test_the_command_prints_the_table_json_and_a_plot(trace: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.svg"
+    result = CliRunner().invoke(command, [str(trace), str(trace), "--slots", "25%,4,50%", "--plot", str(plot)])
+    assert result.exit_code == 0, result.output
+    for name in (*POLICIES, OPTIMUM, ONE_STEP_AHEAD):
+        assert result.output.count(f"  {name} ") == 3
+    tree = ET.parse(plot)
+    assert len(tree.findall(".//{*}circle")) == 3 * 6
+    result = CliRunner().invoke(command, [str(trace), "--policy", "lru", "--slots", "100%", "--json"])
+    answer = json.loads(result.output)
+    [lru] = answer["results"]
+    assert (answer["n_experts"], lru["slots"], lru["of_optimum"]) == (32, 32, 1.0)
+    assert lru["bytes_read"] == 16 * (4096 + 8192) and lru["asked"] - lru["hits"] == 32
+
+
+@pytest.mark.parametrize("slots", ["0", "33", "-5%", "1.5", "x", "", "10%,,5"])
+def test_impossible_slots_are_refused(slots: str, trace: Path) -> None:
+    result = CliRunner().invoke(command, [str(trace), "--slots", slots])
+    assert result.exit_code == 2 and "--slots takes numbers from 1 to 32" in result.output
+
+
+def test_traces_of_two_models_and_empty_ones_are_refused(trace: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    TraceWriter(
+        other, TraceHeader(model="n", fingerprint="g", n_experts=16, gate_k=2, record_bytes={3: 4096, 4: 8192})
+    ).close()
+    result = CliRunner().invoke(command, [str(other)])
+    assert isinstance(result.exception, ColibriError) and "holds no layer" in str(result.exception)
+    writer = TraceWriter(
+        other, TraceHeader(model="n", fingerprint="g", n_experts=16, gate_k=2, record_bytes={3: 4096, 4: 8192})
+    )
+    writer.write([step_record(1, StepKind.DECODE, []), layer_record(1, 3, np.zeros((1, 2)), np.zeros((1, 2)))])
+    writer.close()
+    result = CliRunner().invoke(command, [str(trace), str(other)])
+    assert isinstance(result.exception, ColibriError) and "another model" in str(result.exception)
