@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from native.library import available_isas
 from shared.model_spec import ModelSpec
 from tests.group.harness import Group
 from tests.oracle import ORACLES, oracle_array
@@ -87,3 +88,29 @@ def ask_together(group: Group, prompts: list[list[int]], n: int) -> list[list[in
     for thread in threads:
         thread.join()
     return results
+
+
+def test_no_rung_changes_an_answer(
+    converted: Converted, start_group: StartGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """COLIBRI_ISA reaches every process; text and logits of the lowest and the highest rung are the same bytes."""
+    name = "glm_moe_dsa"
+    model = converted(name, "int4")
+    prompt = oracle_array(name, "prompt_ids").tolist()
+    answers = {}
+    for isa in (available_isas()[0], available_isas()[-1]):
+        monkeypatch.setenv("COLIBRI_ISA", isa)
+        record = tmp_path / isa
+        group = start_group(model, record_logits=record, draft=1)
+        tokens = group.tokens(prompt, 12, temperature=1, seed=3)
+        assert group.stop() == 0
+        for service in ("attention", "expert_io", "drafter"):
+            log = (group.run_dir / "log" / f"{service}.log").read_text()
+            assert f"linear_q4={isa}" in log, f"{service} did not take {isa}"
+        rows = [(row["position"], row["token"], row["logits"].tobytes()) for row in read_record(record)]
+        answers[isa] = (tokens, rows)
+    first, *others = answers.values()
+    assert len(first[1]) >= len(prompt) + 11
+    for other in others:
+        assert other[0] == first[0], "tokens moved"
+        assert other[1] == first[1], "logits moved"
