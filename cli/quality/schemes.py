@@ -162,6 +162,13 @@ def candidate_lanes() -> list[Lane]:
         ("KV cache bf16", {}, INT8_INPUTS, "bf16"),
         ("attention int8", {"attention": "int8"}, INT8_INPUTS, "f32"),
         ("shared and dense FFN int8", {"shared": "int8"}, INT8_INPUTS, "f32"),
+        ("attention, shared, dense FFN int8", {"attention": "int8", "shared": "int8"}, INT8_INPUTS, "f32"),
+        (
+            "the same, experts int4-gs64-fitted",
+            {"attention": "int8", "shared": "int8", "expert": "int4-gs64-fitted"},
+            INT8_INPUTS,
+            "f32",
+        ),
         ("experts int4-gs32", {"expert": "int4-gs32"}, INT8_INPUTS, "f32"),
         ("embedding and head bf16", dict.fromkeys(tables, "bf16"), INT8_INPUTS, "f32"),
         ("head int4-gs64", {"head": "int4-gs64"}, INT8_INPUTS, "f32"),
