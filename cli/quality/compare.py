@@ -68,7 +68,6 @@ class Comparison:
     """A reference distribution and the others, row by row. ``targets`` i64[T]: the next token, -1 where there is none."""
 
     def __init__(self, targets: I64, n_others: int) -> None:
-        self._targets = targets
         self.reference = Distribution(targets)
         self.others = [Distribution(targets) for _ in range(n_others)]
         self._cross = [np.zeros(len(targets)) for _ in range(n_others)]

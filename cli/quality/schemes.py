@@ -12,11 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shared.container.format import ROLES
 from shared.container.pack import F32, GROUP, from_bf16, quantise_groups, quantise_rows, to_bf16
 
-MATRIX_ROLES = tuple(role for role in ROLES if role != "mtp")
-"""Roles that the main layers have; the MTP layer never touches the model's own logits."""
 INT8_INPUTS = frozenset({"expert", "shared", "attention"})
 """Roles whose matrices take int8 activations where they are quantised (docs/container.md); the head never does."""
 
@@ -25,7 +22,6 @@ INT8_INPUTS = frozenset({"expert", "shared", "attention"})
 class Scheme:
     """A format for weights. ``group``: inputs that share a scale, 0 for a whole row; ``scale_bytes`` 0 when unscaled."""
 
-    title: str
     bits: int
     round: Callable[[F32], F32]
     scale_bytes: int = 0
@@ -76,20 +72,19 @@ def _int8(w: F32) -> F32:
 
 
 SCHEMES: Mapping[str, Scheme] = {
-    "f32": Scheme("f32", 32, lambda w: w),
-    "bf16": Scheme("bf16", 16, lambda w: from_bf16(to_bf16(w))),
-    "int8": Scheme("int8 per row", 8, _int8, scale_bytes=4),
-    "int4-gs32": Scheme("int4, groups of 32", 4, lambda w: _int4(w, 32), scale_bytes=2, group=32),
-    "int4-gs64": Scheme("int4, groups of 64", 4, lambda w: _int4(w, GROUP), scale_bytes=2, group=GROUP),
-    "int4-gs64-signed": Scheme("int4, groups of 64, signed scale", 4, _int4_signed, scale_bytes=2, group=GROUP),
+    "f32": Scheme(32, lambda w: w),
+    "bf16": Scheme(16, lambda w: from_bf16(to_bf16(w))),
+    "int8": Scheme(8, _int8, scale_bytes=4),
+    "int4-gs32": Scheme(4, lambda w: _int4(w, 32), scale_bytes=2, group=32),
+    "int4-gs64": Scheme(4, lambda w: _int4(w, GROUP), scale_bytes=2, group=GROUP),
+    "int4-gs64-signed": Scheme(4, _int4_signed, scale_bytes=2, group=GROUP),
     "int4-gs64-fitted": Scheme(
-        "int4, groups of 64, scale of least error",
         4,
         lambda w: _int4_signed(w, (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)),
         scale_bytes=2,
         group=GROUP,
     ),
-    "int4-row": Scheme("int4 per row", 4, lambda w: _int4(w, 0), scale_bytes=2),
+    "int4-row": Scheme(4, lambda w: _int4(w, 0), scale_bytes=2),
 }
 
 

@@ -89,13 +89,9 @@ class LaneWeights:
     def __init__(self, pair: Pair, lanes: Sequence[Lane]) -> None:
         self._pair, self._lanes = pair, lanes
         self._has_stored = any(lane.is_stored for lane in lanes)
-        self._has_plain = any(not lane.is_stored for lane in lanes)
 
     def role(self, name: str) -> str:
         return self._pair.items[name].role
-
-    def has(self, name: str) -> bool:
-        return name in self._pair.items
 
     def vectors(self, name: str) -> list[F32]:
         """f32[n] for each lane; vectors are never rounded."""

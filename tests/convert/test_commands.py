@@ -37,7 +37,7 @@ def test_help_is_fast_and_imports_no_numpy() -> None:
         "print('numpy' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, capture_output=True, text=True)
-    for name in ("chat", "run", "convert", "inspect", "verify", "plan", "profile", "synth"):
+    for name in ("chat", "run", "convert", "inspect", "verify", "quality", "plan", "profile", "synth"):
         assert f"\n  {name} " in run.stdout
     assert run.stdout.endswith("False\n")
 

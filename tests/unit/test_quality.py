@@ -13,7 +13,12 @@ from cli.quality.errors import ErrorReport, tensor_error
 from cli.quality.forward import select
 from cli.quality.schemes import SCHEMES, candidate_lanes, round_activations
 from cli.quality.text import cut, default_text, read_documents
+from native.kernels import linear
+from native.library import Pool
+from native.matrix import ACT_F32, ACT_Q8, matrix
+from shared.container import pack
 from shared.container.pack import pack_matrix, scale_bytes, unpack_matrix, weight_bytes
+from shared.container.reader import aligned_buffer
 from shared.errors import ConfigError
 
 
@@ -117,6 +122,34 @@ def test_a_signed_scale_uses_all_sixteen_steps() -> None:
     assert rounded[4, 10] == -9, "9 / 8 is an f16, so the largest value is met exactly"
     steps = np.abs(np.diff(np.unique(rounded[5, 64:128])))
     assert len(np.unique(rounded[5, 64:128])) <= 16 and steps.min() > 0
+
+
+def test_kernels_read_negative_scales_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that signed scales would be a change of the converter alone."""
+    w = np.random.default_rng(9).normal(size=(32, 128)).astype(np.float32)
+    x = np.random.default_rng(10).normal(size=(5, 128)).astype(np.float32)
+
+    def signed(values: np.ndarray, group: int = 64) -> tuple[np.ndarray, np.ndarray]:
+        groups = values.reshape(len(values), -1, group)
+        at = np.abs(groups).argmax(axis=2)[:, :, None]
+        scale = (np.take_along_axis(groups, at, axis=2) / -8).astype(np.float16)
+        q = np.clip(np.rint(groups / scale.astype(np.float32)), -8, 7).astype(np.int8)
+        return q.reshape(values.shape), scale[:, :, 0]
+
+    monkeypatch.setattr(pack, "quantise_groups", signed)
+    weight, scale = pack_matrix(w, "q4")
+    assert scale is not None and (scale.view(np.float16) < 0).any()
+    rounded = SCHEMES["int4-gs64-signed"].round(w)
+    assert np.array_equal(unpack_matrix(weight, scale, "q4", 32, 128), rounded)
+    out = np.empty((5, 32), np.float32)
+    aligned = [aligned_buffer(part.nbytes) for part in (weight, scale)]
+    for buffer, part in zip(aligned, (weight, scale)):
+        buffer[:] = part
+    pool = Pool(1)
+    for act, inputs in ((ACT_F32, x), (ACT_Q8, round_activations(x))):
+        linear(pool, matrix(*aligned, "q4", 32, 128, act), x, out)
+        np.testing.assert_allclose(out, inputs @ rounded.T, atol=2e-5)
+    pool.close()
 
 
 def test_bytes_per_weight_count_scales() -> None:
