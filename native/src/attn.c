@@ -1,7 +1,8 @@
 /* attn.c: one layer of absorbed latent attention for the rows of a step: contract, cache writes, projections.
  *
- * First every row's latent and index key go into the cache, then tiles of rows are projected and attend
- * (attn_tasks.c). step->hidden holds the normed input of a row until the row's own result replaces it.
+ * Tiles of rows are projected, enter the cache and attend (attn_tasks.c); a row sees only what stands at or before its own
+ * position, so later tiles need not be there yet. step->hidden holds the normed input of a row until the row's own result
+ * replaces it.
  */
 #include "attn.h"
 
@@ -38,29 +39,6 @@ static void store_job(void *arg, int64_t begin, int64_t end, int thread)
             cb_store_row(c->step->index_k, c->step->kv_format, y->index_dim, block, offset, key);
         }
     }
-}
-
-/* h = RMSNorm(x) goes to step->hidden, which holds it until the row's own result replaces it. */
-static int write_cache(const cb_attn_call *c, int64_t row0, int64_t n)
-{
-    const cb_attn_layer *y = c->layer;
-    int64_t width = y->kv_rank + y->rope;
-    float *h = c->step->hidden + row0 * y->hidden;
-    cb_rmsnorm_internal(c->pool, c->step->x + row0 * y->hidden, y->hidden, y->input_norm, y->rms_eps, n, y->hidden, h,
-                        y->hidden);
-    store_job_arg job = {c, row0, cb_scratch(c->pool, n * width * 4), NULL};
-    if (!job.kv)
-        return CB_ENOMEM;
-    int status = cb_linear_internal(c->pool, &y->kv_a, h, y->hidden, n, job.kv, width, false);
-    if (status == CB_OK && y->index_kind == CB_INDEX_FULL) {
-        job.key = cb_scratch(c->pool, n * y->index_dim * 4);
-        if (!job.key)
-            return CB_ENOMEM;
-        status = cb_linear_internal(c->pool, &y->index_wk, h, y->hidden, n, job.key, y->index_dim, false);
-    }
-    if (status == CB_OK)
-        cb_parallel_for(c->pool, n, 4, store_job, &job);
-    return status;
 }
 
 /* ---- one matrix per head ---------------------------------------------------------------------------------- */
@@ -112,31 +90,51 @@ static int heads_linear(cb_pool *pool, const cb_matrix *stack, int64_t n_heads, 
 
 /* ---- one tile ---------------------------------------------------------------------------------------------- */
 
-static int attend_tile(const cb_attn_call *c, int64_t row0, int64_t n)
+/* Everything that reads h in one hand-out: the row's latent, its query latent (or query) and its index key. */
+static int project(const cb_attn_call *c, const float *h, int64_t n, store_job_arg *cache, float *q)
+{
+    const cb_attn_layer *y = c->layer;
+    int64_t width = y->kv_rank + y->rope;
+    const cb_matrix *q_first = y->q_a.format != CB_NONE ? &y->q_a : &y->q_b;
+    cb_product products[3] = {{q_first, q, q_first->out}};
+    int n_products = 1;
+    cache->kv = cb_scratch(c->pool, n * width * 4);
+    if (!cache->kv)
+        return CB_ENOMEM;
+    products[n_products++] = (cb_product){&y->kv_a, cache->kv, width};
+    if (y->index_kind == CB_INDEX_FULL) {
+        cache->key = cb_scratch(c->pool, n * y->index_dim * 4);
+        if (!cache->key)
+            return CB_ENOMEM;
+        products[n_products++] = (cb_product){&y->index_wk, cache->key, y->index_dim};
+    }
+    return cb_products(c->pool, products, n_products, h, y->hidden, n);
+}
+
+static int tile(const cb_attn_call *c, int64_t row0, int64_t n)
 {
     const cb_attn_layer *y = c->layer;
     int64_t heads = y->n_heads, head_q = y->nope + y->rope, D = y->hidden;
+    bool has_q_a = y->q_a.format != CB_NONE;
     float *h = c->step->hidden + row0 * D;
     float *wide = cb_scratch(c->pool, n * heads * CB_MAX(head_q, y->v_dim) * 4); /* queries, later head outputs */
     float *latent = cb_scratch(c->pool, n * heads * y->kv_rank * 4);
-    if (!wide || !latent)
+    float *q_lat = cb_scratch(c->pool, has_q_a ? n * y->q_rank * 4 : 0);
+    if (!wide || !latent || !q_lat)
         return CB_ENOMEM;
+    cb_rmsnorm_internal(c->pool, c->step->x + row0 * D, D, y->input_norm, y->rms_eps, n, D, h, D);
+    store_job_arg cache = {c, row0, NULL, NULL};
+    int status = project(c, h, n, &cache, has_q_a ? q_lat : wide);
+    if (status != CB_OK)
+        return status;
+    cb_parallel_for(c->pool, n, 4, store_job, &cache);
 
-    const float *q_in = h;
-    int64_t q_width = D;
-    int status;
-    if (y->q_a.format != CB_NONE) {
-        float *q_lat = cb_scratch(c->pool, n * y->q_rank * 4);
-        if (!q_lat)
-            return CB_ENOMEM;
-        status = cb_linear_internal(c->pool, &y->q_a, h, D, n, q_lat, y->q_rank, false);
-        if (status != CB_OK)
-            return status;
+    const float *q_in = has_q_a ? q_lat : h;
+    int64_t q_width = has_q_a ? y->q_rank : D;
+    if (has_q_a) {
         cb_rmsnorm_internal(c->pool, q_lat, y->q_rank, y->q_a_norm, y->latent_eps, n, y->q_rank, q_lat, y->q_rank);
-        q_in = q_lat;
-        q_width = y->q_rank;
+        status = cb_linear_internal(c->pool, &y->q_b, q_in, q_width, n, wide, heads * head_q, false);
     }
-    status = cb_linear_internal(c->pool, &y->q_b, q_in, q_width, n, wide, heads * head_q, false);
     if (status == CB_OK && y->index_kind == CB_INDEX_FULL)
         status = cb_index_select(c, row0, n, q_in, q_width, h);
     if (status == CB_OK)
@@ -222,13 +220,11 @@ static int forward(cb_attn_call *c)
     int64_t n = c->step->n_rows;
     const cb_attn_layer *y = c->layer;
     int status = cb_rope_angles(c->pool, c->step, y->rope, y->inv_freq, y->rope_amplitude, &c->cosine, &c->sine);
-    for (int phase = 0; phase < 2; phase++)
-        for (int64_t row0 = 0; row0 < n && status == CB_OK; row0 += ROW_TILE) {
-            cb_scratch_mark mark = cb_scratch_begin(c->pool);
-            int64_t rows = CB_MIN(ROW_TILE, n - row0);
-            status = phase == 0 ? write_cache(c, row0, rows) : attend_tile(c, row0, rows);
-            cb_scratch_end(c->pool, mark);
-        }
+    for (int64_t row0 = 0; row0 < n && status == CB_OK; row0 += ROW_TILE) {
+        cb_scratch_mark mark = cb_scratch_begin(c->pool);
+        status = tile(c, row0, CB_MIN(ROW_TILE, n - row0));
+        cb_scratch_end(c->pool, mark);
+    }
     return status;
 }
 

@@ -10,6 +10,11 @@
 static void widen_avx2(const uint16_t *src, int64_t n, float *dst)
 {
     int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        _mm_prefetch((const char *)(src + i + CB_WIDEN_AHEAD), _MM_HINT_T0);
+        for (int j = 0; j < 32; j += 8)
+            _mm256_storeu_ps(dst + i + j, cb_bf16_avx2(_mm_loadu_si128((const __m128i *)(src + i + j))));
+    }
     for (; i + 8 <= n; i += 8)
         _mm256_storeu_ps(dst + i, cb_bf16_avx2(_mm_loadu_si128((const __m128i *)(src + i))));
     for (; i < n; i++)
