@@ -33,7 +33,7 @@ from tests.checkasm.kit import (
 SEED = 20250101
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 33, 64)
 INS = (1, 24, 63, 64, 65, 136, 2048)
-OUTS = (1, 15, 16, 17, 144)
+OUTS = (1, 15, 16, 17, 144, 560)
 NAMES = {(fmt, act): f"{fmt}-{'q8' if act else 'f32'}" for fmt, act in FORMAT_ACTS}
 each_format = pytest.mark.parametrize(("fmt", "act"), NAMES, ids=NAMES.values())
 # VNNI and AMX replace the int8 kernels only; the others are those of the rung below

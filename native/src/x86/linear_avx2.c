@@ -6,6 +6,7 @@
  *   q8: |w| times x with w's sign (at most 2 * 128 * 127 = 32512 in i16), each product widened to i32.
  * f32 activations: the weights of one input are widened to two registers; several groups (few rows) or several rows
  * run side by side, because one chain of fused multiply-adds waits four cycles for each step. */
+#include "many.h"
 #include "tiles.h"
 
 /* ---- int8 activations -------------------------------------------------------------------------------------- */
@@ -239,7 +240,14 @@ CB_TILE_KERNEL(cb_linear_bf16_f32_avx2, 4, tile_bf16_f32)
 CB_TILE_KERNEL(cb_linear_q8_f32_avx2, 4, tile_q8_f32)
 CB_TILE_KERNEL(cb_linear_q4_f32_avx2, 4, tile_q4_f32)
 CB_TILE_KERNEL(cb_linear_q8_q8_avx2, 4, tile_q8_q8)
-CB_TILE_KERNEL(cb_linear_q4_q8_avx2, 4, tile_q4_q8)
+CB_TILE_KERNEL(cb_linear_few_q4_q8_avx2, 4, tile_q4_q8)
+
+static void cb_linear_q4_q8_avx2(const cb_matrix *m, const cb_rows *rows, int64_t b0, int64_t b1, float *y, int64_t ldy,
+                                 bool add)
+{
+    cb_linear_fn kernel = rows->n_rows < CB_MANY_ROWS_AVX2 ? cb_linear_few_q4_q8_avx2 : cb_linear_many_q4_q8_avx2;
+    kernel(m, rows, b0, b1, y, ldy, add);
+}
 
 /* ---- activations ------------------------------------------------------------------------------------------- */
 
