@@ -9,6 +9,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from deploy import rundir
 from deploy.supervisor_conf import render, services_of
 from shared.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked
-from shared.endpoints import DRAFTER, Endpoints, default_run_dir
+from shared.endpoints import DRAFTER, Endpoints, default_run_dir, state_dir
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
 from shared.lifecycle import read_last_words
 from shared.messages import control
@@ -122,6 +123,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
         prefill_chunk=ledger.prefill_chunk,
         pilot=settings.pilot,
         cache_policy=settings.cache_policy,
+        usage_path=_usage_path(container.fingerprint) if settings.usage_history else None,
         n_drafts=ledger.n_drafts,
         max_sequences=ledger.max_sequences,
         max_context=ledger.max_context,
@@ -141,6 +143,16 @@ def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
 def _path_or_none(text: str) -> str | None:
     """An absolute path: services work in the run directory."""
     return str(Path(text).expanduser().absolute()) if text else None
+
+
+def _usage_path(fingerprint: str) -> str | None:
+    """Where this model's usage history lies. None when there is no place for one: it is a convenience."""
+    if not re.fullmatch(r"[0-9a-f]{8,64}", fingerprint):  # it comes from the model directory and becomes a file name
+        return None
+    try:
+        return str(state_dir() / "usage" / fingerprint)
+    except RuntimeError:  # a user without a home
+        return None
 
 
 def create_segments(plan: Plan) -> None:

@@ -28,6 +28,7 @@ SETTING_FLAGS = (
     "prefill_chunk",
     "pilot",
     "cache_policy",
+    "usage_history",
     "draft",
     "max_context",
     "max_sequences",
@@ -62,6 +63,13 @@ def make_parser() -> argparse.ArgumentParser:
         "--cache-policy",
         choices=("next-use", "lfu", "slru", "lru"),
         help="which expert leaves its slot for another (default next-use; never changes text)",
+    )
+    add(
+        "--no-usage-history",
+        dest="usage_history",
+        action="store_const",
+        const=False,
+        help="neither read nor write which experts were used in earlier runs",
     )
     add("--draft", metavar="auto|off|N", help="speculative tokens per step (default auto; never changes text)")
     add(

@@ -48,6 +48,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Prefetch of experts: predicted, none, or (for tests) at random. Never changes the text."""
     cache_policy: Literal["next-use", "lfu", "slru", "lru"] = "next-use"
     """Which expert leaves its slot for another (docs/store.md). Never changes the text."""
+    usage_history: bool = True
+    """Whether the experts' usage is remembered from run to run, to fill the slots early. Never changes the text."""
     draft: Literal["auto", "off"] | int = "auto"
     """Speculative tokens per step. Never changes the text."""
     max_context: int = 0
@@ -92,6 +94,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     record_logits: str | None = None
     record_routing: str | None = None
     cache_policy: Literal["next-use", "lfu", "slru", "lru"] = "next-use"
+    usage_path: str | None = None
+    """The usage history of this model; None: none is read or written."""
     model_name: str = ""
     """The name under which the API offers the model."""
     fingerprint: str = ""

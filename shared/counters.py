@@ -51,6 +51,7 @@ CELLS: dict[str, tuple[str, ...]] = {
         "resident",
         "pilot_reads",
         "read_errors",
+        "warm_reads",
     ),
     DRAFTER: ("drafts", "tokens", "rows"),
 }

@@ -34,6 +34,13 @@ def default_run_dir(name: str = "default") -> Path:
     return (Path(base) / "colibri" if base else Path(f"/tmp/colibri-{os.getuid()}")) / name
 
 
+def state_dir() -> Path:
+    """$XDG_STATE_HOME/colibri, else ~/.local/state/colibri: what a user's groups remember from run to run."""
+    base = os.environ.get("XDG_STATE_HOME", "")
+    # The specification says that a relative path is to be ignored.
+    return (Path(base) if base.startswith("/") else Path.home() / ".local" / "state") / "colibri"
+
+
 class Endpoints:
     """Addresses of one group. ``socket_dir`` is made and removed by ``colibri-up``."""
 

@@ -24,7 +24,7 @@ Key = tuple[int, int]
 DEFAULT_POLICY = "next-use"
 HALF_LIFE_STEPS = 8.0
 """Steps until a use counts half. Chosen on recorded traces (docs/store.md)."""
-PREFILL_WEIGHT = 1.0
+PREFILL_WEIGHT = 3.0
 PASSING_SHARE = 0.125
 """Part of the slots that experts wanted by a prompt alone may hold at once when no slot is free ..."""
 MIN_PASSING = 8

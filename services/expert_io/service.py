@@ -7,6 +7,7 @@ result that arrives while the shared expert runs has its reads started at once.
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from native.library import Pool, dispatch_text
 from services.expert_io.layer_run import LayerRun, ReadOrder
 from services.expert_io.slots import Slot, SlotState, SlotTable
 from services.expert_io.store import ExpertStore, ReadFault
+from services.expert_io.usage import WRITE_EVERY_S, UsageHistory, load_usage, save_usage
 from shared.container.format import owner_of
 from shared.container.reader import Container
 from shared.counters import Counters
@@ -28,7 +30,7 @@ from shared.lifecycle import Service, ServiceContext
 from shared.messages.attention import StepAbandoned
 from shared.messages.expert_io import ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
-from shared.residency import POLICIES
+from shared.residency import POLICIES, Key
 from shared.segments import Segment
 from shared.stages import Stage, StepTimer
 
@@ -38,6 +40,8 @@ SHARED_ROWS_PER_CALL = 128
 FEW_PAIRS = 32
 # Guesses hold at most this share of the slots at a time until they turn out right or wrong.
 GUESS_SHARE = 0.25
+# Reads that fill free slots while the disk is idle: enough to keep it busy, few enough to be forgotten soon.
+WARM_READS = 2
 
 
 @dataclass
@@ -82,6 +86,7 @@ class ExpertIoService(Service):
         self._table = SlotTable(config.n_slots, POLICIES[config.cache_policy](config.n_slots, self._layers))
         self._store = ExpertStore(container, self._layers, config.n_slots, config.slot_bytes, config.direct_io)
         ctx.bus.add_fd(self._store.reader.fd, self._on_reads)
+        self._load_usage()
         self._frames_segment = Segment.attach(config.run_id, "frames")
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
         self._counters_segment = Segment.attach(config.run_id, "counters")
@@ -103,7 +108,13 @@ class ExpertIoService(Service):
             "reads": "direct" if self._store.is_direct else "buffered",
         }
 
+    def tick(self) -> None:
+        self._warm_up()
+        if time.monotonic() >= self._save_at:
+            self._save_usage()
+
     def close(self) -> None:
+        self._save_usage()
         self._store.close()
         self._pool.close()
         self._part.close()
@@ -147,6 +158,9 @@ class ExpertIoService(Service):
             experts = self._batch_union(visit, frame.gate_id[: visit.n_rows])
             passing = self._passing(visit, msg.n_prefill)
             visit.run = LayerRun(visit.step, visit.layer, experts, self._table, passing)
+            if self._usage:
+                weights = [passing.get(e, 1.0) for e in experts] if passing else 1.0
+                self._usage.count(visit.layer, experts, weights)
             promote, orders = visit.run.start()
             for slot in promote:
                 self._store.promote(slot)
@@ -217,6 +231,71 @@ class ExpertIoService(Service):
     def _doom(self, slot: Slot) -> None:
         self._table.doom(slot)
         self._store.cancel(slot)
+
+    # -- usage -----------------------------------------------------------------------------------------------
+
+    def _load_usage(self) -> None:
+        """What the model's experts were used for before orders the first victims and the filling of free slots."""
+        self._usage: UsageHistory | None = None
+        self._save_at = float("inf")
+        self._to_warm: deque[Key] = deque()
+        self._warming: set[Key] = set()
+        self._n_warmed = 0
+        path = self._ctx.config.usage_path
+        if path is None or not self._layers:
+            return
+        fingerprint = self._ctx.config.fingerprint
+        self._usage, why_empty = load_usage(Path(path), fingerprint, self._layers, self._spec.n_experts)
+        if why_empty:
+            self._ctx.log.warning("usage_history_ignored", path=path, reason=why_empty)
+        self._n_visits_saved = int(self._usage.n_visits.sum())
+        self._save_at = time.monotonic() + WRITE_EVERY_S
+        expected = self._usage.expected()
+        self._table.policy.restore(expected)
+        self._to_warm.extend(list(expected)[: len(self._table.slots)])
+
+    def _save_usage(self) -> None:
+        """Writes the history if there is anything new in it."""
+        if self._usage is None:
+            return
+        self._save_at = time.monotonic() + WRITE_EVERY_S
+        n_visits = int(self._usage.n_visits.sum())
+        if n_visits == self._n_visits_saved:
+            return
+        path = self._ctx.config.usage_path
+        assert path is not None
+        try:
+            save_usage(Path(path), self._ctx.config.fingerprint, self._usage)
+        except OSError as error:
+            self._ctx.log.warning("usage_history_off", path=path, reason=error.strerror or str(error))
+            self._usage = None
+            return
+        self._n_visits_saved = n_visits
+
+    def _warm_up(self) -> None:
+        """Fills free slots, the warmest experts first, by speculative reads: a demand read stops them at their next piece."""
+        while self._to_warm and len(self._warming) < WARM_READS:
+            if not self._table.has_free:
+                self._to_warm.clear()
+                break
+            key = self._to_warm.popleft()
+            if self._table.find(key):
+                continue
+            slot = self._table.acquire(key, is_guess=False)
+            assert slot is not None
+            self._store.start_read(slot, speculative=True)
+            self._warming.add(key)
+
+    def _end_warm(self, slot: Slot) -> None:
+        """A read ended; if it was one of ours, the next may start."""
+        if slot.key not in self._warming:
+            return
+        self._warming.remove(slot.key)
+        self._n_warmed += 1
+        self._counters.add("warm_reads", 1)
+        self._warm_up()
+        if not self._warming:
+            self._ctx.log.info("warmed", experts=self._n_warmed, resident=self._table.n_used)
 
     # -- work ------------------------------------------------------------------------------------------------
 
@@ -336,6 +415,7 @@ class ExpertIoService(Service):
         for slot, done, fault in self._store.finished():
             visit = self._visit
             self._timer.record(Stage.IO_READ, slot.key[0] if slot.key else -1, done.start_ns, done.end_ns, done.bytes)
+            self._end_warm(slot)
             if slot.is_doomed or done.cancelled:
                 self._table.release(slot)
             elif fault is None:

@@ -25,13 +25,18 @@ KEPT = {"lock", "log"}
 
 
 class Group:
-    """One group. ``options`` are settings of colibri-up by their flag's name: ``slots=9, draft="off"``."""
+    """One group. ``options`` are settings of colibri-up by their flag's name: ``slots=9, draft="off"``.
 
-    def __init__(self, model: Path, run_dir: Path, **options: Any) -> None:
+    ``history``: whether it learns from earlier groups; most tests want a store that starts empty.
+    """
+
+    def __init__(self, model: Path, run_dir: Path, *, history: bool = False, **options: Any) -> None:
         self.run_dir = run_dir
         flags = [part for key, value in options.items() for part in (f"--{key.replace('_', '-')}", str(value))]
         if "port" not in options:
             flags += ["--port", "0"]
+        if not history:
+            flags.append("--no-usage-history")
         self.argv = [*UP, str(model), "--run-dir", str(run_dir), *flags]
         self.process: subprocess.Popen[str] | None = None
         self.url = ""

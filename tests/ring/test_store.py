@@ -66,3 +66,96 @@ def test_the_store_is_told_which_rows_are_a_prompts(converted: Converted, tmp_pa
     assert set(wanted) == {(1, 0), (17, 16), (5, 4), (2, 0)}
     n_layers = sum(layer < ring.spec.n_layers for layer in ring.spec.moe_layers)
     assert wanted.count((17, 16)) == wanted.count((5, 4)) == n_layers
+
+
+def warm(ring: Ring) -> int:
+    """Lets the store's idle time pass; returns how many experts lie in slots."""
+    store = ring.services["expert_io"]
+    store.tick()
+    while store._warming:
+        ring.step()
+    return store._table.n_used  # type: ignore[no-any-return]
+
+
+def test_a_new_store_fills_its_slots_in_order_of_use_before_anybody_asks(converted: Converted, tmp_path: Path) -> None:
+    model = converted("deepseek_v3", "int8")
+    prompt = oracle_array("deepseek_v3", "prompt_ids").tolist()
+    usage = tmp_path / "state" / "usage"
+    n_slots = 24
+    with Ring(model, tmp_path, n_slots=n_slots, usage_path=str(usage)) as ring:
+        assert warm(ring) == 0, "there is nothing to know yet"
+        first = ring.generate(prompt, 12).tokens
+        cold = ring.services["expert_io"]._counters.read()
+        assert not usage.exists(), "written at most once a minute and at the end"
+    assert usage.stat().st_mode & 0o777 == 0o600
+    with Ring(model, tmp_path, n_slots=n_slots, usage_path=str(usage)) as ring:
+        store = ring.services["expert_io"]
+        expected = list(store._usage.expected())[:n_slots]
+        assert warm(ring) == n_slots
+        assert {slot.key for slot in store._table.slots} == set(expected)
+        assert store._counters.get("warm_reads") == n_slots == store._counters.get("reads")
+        assert ring.generate(prompt, 12).tokens == first
+        assert store._counters.get("misses") < cold["misses"]
+
+
+def test_demand_does_not_wait_for_a_store_that_warms_up(converted: Converted, tmp_path: Path) -> None:
+    """A request in the middle of warming: same text; an expert that is on its way is not read twice."""
+    model = converted("deepseek_v3", "int8")
+    prompt = oracle_array("deepseek_v3", "prompt_ids").tolist()
+    usage = tmp_path / "usage"
+    with Ring(model, tmp_path, usage_path=str(usage)) as ring:
+        first = ring.generate(prompt, 12).tokens
+    with Ring(model, tmp_path, usage_path=str(usage)) as ring:
+        store = ring.services["expert_io"]
+        store.tick()
+        assert store._warming
+        assert ring.generate(prompt, 12).tokens == first
+        warm(ring)
+        counters = store._counters.read()
+        assert counters["reads"] == counters["misses"] + counters["warm_reads"] == counters["resident"]
+
+
+def test_without_a_history_nothing_is_written_and_with_one_at_most_once_a_minute(
+    converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from services.expert_io import service
+
+    model = converted("deepseek_v3", "int8")
+    saved: list[Path] = []
+    now = [service.time.monotonic()]
+    monkeypatch.setattr(service, "save_usage", lambda path, *_: saved.append(path))
+    monkeypatch.setattr(service.time, "monotonic", lambda: now[0])
+    for path in (None, tmp_path / "usage"):
+        saved.clear()
+        with Ring(model, tmp_path, usage_path=path and str(path)) as ring:
+            for _ in range(10):
+                ring.generate([1, 2, 3], 2)
+                now[0] += 13.0
+                ring.services["expert_io"].tick()
+            ring.generate([1, 2, 3], 2)
+        assert len(saved) == (3 if path else 0), "two full minutes and the end"
+    assert not list(tmp_path.glob("usage*"))
+
+
+def test_a_damaged_expert_found_while_warming_harms_nobody(converted: Converted, tmp_path: Path) -> None:
+    import shutil
+
+    from shared.container.reader import Container
+
+    model = tmp_path / "model"
+    shutil.copytree(converted("deepseek_v3", "int8"), model)
+    prompt = oracle_array("deepseek_v3", "prompt_ids").tolist()
+    usage = tmp_path / "usage"
+    with Ring(model, tmp_path, usage_path=str(usage)) as ring:
+        ring.generate(prompt, 4)
+        layer, expert = next(iter(ring.services["expert_io"]._usage.expected()))
+    file = Container.open(model).experts[layer]
+    with file.path.open("r+b") as out:
+        out.seek(file.offset_of(expert) + 100)
+        out.write(b"\x55\xaa" * 50)
+    with Ring(model, tmp_path, usage_path=str(usage)) as ring:
+        store = ring.services["expert_io"]
+        warm(ring)
+        assert store._table.find((layer, expert)) is None and store._counters.get("read_errors") == 1
+        done = ring.generate(prompt, 4).done
+        assert done is not None and done.error_code == "expert_checksum_mismatch"
