@@ -90,10 +90,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Scores:
-    """Means over rows. Divergences in nats; ``loss_change_error`` is the standard error of the paired difference."""
+    """Means over rows. Divergences in nats; an ``_error`` is the standard error of a mean, as if rows were independent."""
 
     n_rows: int
     kl_mean: float
+    kl_error: float
     kl_p99: float
     kl_max: float
     top1: float
@@ -115,14 +116,19 @@ class Scores:
         return Scores(
             n_rows=len(kl),
             kl_mean=float(kl.mean()),
+            kl_error=_standard_error(kl),
             kl_p99=float(np.quantile(kl, 0.99)),
             kl_max=float(kl.max()),
             top1=float(is_same.mean()),
             perplexity=_exp(float(losses[has_target].mean())) if n else math.nan,
             perplexity_of_source=_exp(float(source_losses[has_target].mean())) if n else math.nan,
             loss_change=float(change.mean()) if n else math.nan,
-            loss_change_error=float(change.std(ddof=1) / math.sqrt(n)) if n > 1 else math.nan,
+            loss_change_error=_standard_error(change),
         )
+
+
+def _standard_error(x: F64) -> float:
+    return float(x.std(ddof=1) / math.sqrt(len(x))) if len(x) > 1 else math.nan
 
 
 def _exp(x: float) -> float:

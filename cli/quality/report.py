@@ -35,8 +35,7 @@ def format_report(quality: Quality) -> list[str]:
             "",
             f"Logits over {tokens.n:,} tokens in {len(tokens.sequences)} sequences of {tokens.what}, against the source in "
             "f32.",
-            "KL(source || lane) in nats; loss: change of -log p of the next token, with the standard error of the "
-            "paired difference.",
+            "KL(source || lane) in nats; loss: change of -log p of the next token (paired); ± one standard error.",
         ]
         for table, title in TABLES.items():
             rows = [result for result in quality.lanes if result.lane.table == table]
@@ -59,8 +58,10 @@ def _format_errors(errors: ErrorReport) -> list[str]:
             )
         )
     lines = ["Tensor errors: RMS of the difference over RMS of the source, and the largest difference", *align(rows, 2)]
-    if not errors.worst:
+    if all(sums.relative == 0.0 for sums in errors.roles.values()):
         return [*lines, "All tensors are exact."]
+    if not errors.worst:
+        return lines
     rows = [("worst tensors", "format", "relative error", "largest error")]
     for worst in errors.worst:
         rows.append((worst.name, worst.format, f"{worst.sums.relative:.5f}", f"{worst.sums.largest_error:.3g}"))
@@ -80,7 +81,7 @@ def _format_lanes(results: Sequence[LaneResult]) -> list[str]:
                 result.lane.name,
                 result.lane.activations,
                 f"{result.bytes_per_weight:.3f}",
-                f"{s.kl_mean:.5f}",
+                f"{s.kl_mean:.5f} ± {s.kl_error:.5f}",
                 f"{s.kl_p99:.4f}",
                 f"{100 * s.top1:.2f}%",
                 f"{s.perplexity:.4f}",

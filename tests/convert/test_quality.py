@@ -139,7 +139,10 @@ def test_the_text_report_names_both_sides(converted: Converted) -> None:
     assert "worst tensors" in result.stdout
     assert "random ids, seed 0" in result.stdout
     assert "no language" not in result.stdout
-    assert run(model, "--against", oracle_dir("deepseek_v32"), "--no-logits").stdout.count("KL") == 0
+    only_errors = run(model, "--against", oracle_dir("deepseek_v32"), "--no-logits", "--worst", 0).stdout
+    assert "KL" not in only_errors and "worst" not in only_errors and "exact." not in only_errors
+    exact = run(converted("deepseek_v32", "f32"), "--against", oracle_dir("deepseek_v32"), "--no-logits").stdout
+    assert "All tensors are exact." in exact
     assert (
         "worst tensors" not in run(model, "--against", oracle_dir("deepseek_v32"), "--random", 8, "--no-errors").stdout
     )

@@ -50,6 +50,7 @@ def test_distances_equal_the_textbook_in_any_pieces(widths: tuple[int, ...]) -> 
     rows = np.flatnonzero(targets >= 0)
     losses = [-np.log(d[rows, targets[rows]]) for d in (p, q)]
     assert scores.kl_mean == pytest.approx(kl.mean(), rel=1e-9)
+    assert scores.kl_error == pytest.approx(kl.std(ddof=1) / math.sqrt(40), rel=1e-9)
     assert scores.kl_max == pytest.approx(kl.max(), rel=1e-9)
     assert scores.kl_p99 == pytest.approx(np.quantile(kl, 0.99), rel=1e-9)
     assert scores.top1 == (z.argmax(1) == y.argmax(1)).mean() < 1
