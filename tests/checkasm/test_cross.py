@@ -22,7 +22,7 @@ from tests.checkasm.kit import ROOT
 DRIVER = Path(__file__).resolve().parent / "cross" / "driver.c"
 CROSS_CC, CROSS_ROOT, QEMU = "aarch64-linux-gnu-gcc", Path("/usr/aarch64-linux-gnu"), "qemu-aarch64"
 PATH = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
-FAMILIES = ("linear", "experts", "rows", "attention", "plain")
+FAMILIES = ("linear", "experts", "rows", "attention", "gqa", "plain")
 
 
 @dataclass

@@ -1,5 +1,6 @@
 /* attn_neon.c: inner loops of attention and indexer, four lanes at a time (attn.h has the contracts). */
-#include "../attn.h"
+#include "../gqa.h"
+
 #include "cbmath_neon.h"
 
 /* Tiles are functions of a constant size: the compiler unrolls them and keeps the sums in registers. */
@@ -78,8 +79,8 @@ static void softmax_neon(float *s, int64_t lanes, int64_t n, bool first, float *
 /* 16 components of `heads` heads. */
 #define MIX_HEADS 4
 
-TILE mix_tile(const int heads, const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, bool first,
-              const float *f, const float *g, float *z, int64_t ldz)
+TILE mix_tile(const int heads, const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
+              bool first, const float *f, const float *g, float *z)
 {
     float32x4_t sum[MIX_HEADS][4];
     for (int h = 0; h < heads; h++)
@@ -93,21 +94,21 @@ TILE mix_tile(const int heads, const float *p, int64_t lanes, int64_t n, const f
         }
     for (int h = 0; h < heads; h++)
         for (int v = 0; v < 4; v++) {
-            float *at = z + h * ldz + v * 4;
+            float *at = z + h * rank + v * 4;
             float32x4_t add = vmulq_n_f32(sum[h][v], g[h]);
             vst1q_f32(at, first ? add : vfmaq_n_f32(add, vld1q_f32(at), f[h]));
         }
 }
 
-static void mix_neon(const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t width,
-                     int64_t n_heads, bool first, const float *f, const float *g, float *z, int64_t ldz)
+static void mix_neon(const float *p, int64_t lanes, int64_t n, const float *keys, int64_t ldk, int64_t rank,
+                     int64_t n_heads, bool first, const float *f, const float *g, float *z)
 {
-    for (int64_t r = 0; r < width; r += 16) {
+    for (int64_t r = 0; r < rank; r += 16) {
         int64_t h = 0;
         for (; h + MIX_HEADS <= n_heads; h += MIX_HEADS)
-            mix_tile(MIX_HEADS, p + h, lanes, n, keys + r, ldk, first, f + h, g + h, z + h * ldz + r, ldz);
+            mix_tile(MIX_HEADS, p + h, lanes, n, keys + r, ldk, rank, first, f + h, g + h, z + h * rank + r);
         for (; h < n_heads; h++)
-            mix_tile(1, p + h, lanes, n, keys + r, ldk, first, f + h, g + h, z + h * ldz + r, ldz);
+            mix_tile(1, p + h, lanes, n, keys + r, ldk, rank, first, f + h, g + h, z + h * rank + r);
     }
 }
 
@@ -128,14 +129,9 @@ static void index_fold_neon(const float *d, int64_t lanes, int64_t n, const floa
     }
 }
 
-static void widen_rows_neon(const uint16_t *const *rows, int64_t n, int64_t from, int64_t width, float *dst, int64_t ldd)
-{
-    for (int64_t i = 0; i < n; i++)
-        widen_neon(rows[i] + from, width, dst + i * ldd);
-}
-
 void cb_attn_table_neon(cb_table *t)
 {
     *t->attn = (cb_attn_table){widen_neon, scores_neon, softmax_neon, mix_neon, join_neon, index_fold_neon,
-                               widen_rows_neon, cb_isa_names[CB_ISA_NEON]};
+                               cb_isa_names[CB_ISA_NEON]};
+    cb_gqa_kernels = cb_gqa_table_neon;
 }

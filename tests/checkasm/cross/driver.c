@@ -564,6 +564,58 @@ static void family_attention(int rung)
         }
 }
 
+/* ---- grouped queries: biases, norms per head, a window, sinks ------------------------------------------------- */
+
+static void family_gqa(int rung)
+{
+    enum { HIDDEN = 80, PROMPT = 90, DECODE = 3, BLOCKS = 4 };
+    static const int32_t heads[][2] = {{8, 2}, {5, 1}, {6, 6}}, dims[] = {16, 24, 32}, windows[] = {0, 40, 0};
+    for (int i = 0; i < N_KINDS; i++) {
+        int32_t n_heads = heads[i % 3][0], n_kv = heads[i % 3][1], dim = dims[i % 3];
+        int64_t n = PROMPT + DECODE;
+        int f = kinds[i].format, act = kinds[i].act, kv_format = i % 2 ? CB_KV_BF16 : CB_KV_F32;
+        seed = (uint64_t)(i + 500);
+        cb_gqa_layer layer = {
+            .hidden = HIDDEN, .n_heads = n_heads, .n_kv_heads = n_kv, .head_dim = dim, .rope = 8, .window = windows[i % 3],
+            .qk_norm = i % 3 == 1 ? CB_QK_NORM_NONE : CB_QK_NORM_HEAD, .rms_eps = 1e-5f, .softmax_scale = 0.25f,
+            .rope_amplitude = 1.0f, .inv_freq = values(4, 0.0f), .input_norm = positive(HIDDEN), .q_norm = positive(dim),
+            .k_norm = positive(dim), .post_norm = positive(HIDDEN), .q_bias = values(n_heads * dim, 1.0f),
+            .v_bias = i % 2 ? values(n_kv * dim, 1.0f) : NULL, .sinks = i % 2 ? values(n_heads, 1.0f) : NULL,
+            .q = random_matrix(f, act, n_heads * dim, HIDDEN, -1), .k = random_matrix(f, act, n_kv * dim, HIDDEN, -1),
+            .v = random_matrix(f, act, n_kv * dim, HIDDEN, -1), .o = random_matrix(f, act, HIDDEN, n_heads * dim, -1)};
+        float *start = values(n * HIDDEN, 4.0f), *x[2], *hidden[2];
+        int32_t position[PROMPT + DECODE], seq[PROMPT + DECODE] = {0}, table[BLOCKS] = {2, 0, 3, 1};
+        for (int t = 0; t < n; t++)
+            position[t] = t;
+        for (int turn = 0; turn < 2; turn++) {
+            use(turn ? rung : 0);
+            x[turn] = output(n * HIDDEN);
+            hidden[turn] = output(n * HIDDEN);
+            memcpy(x[turn], start, (size_t)(n * HIDDEN) * 4);
+            char *kv = guarded((int64_t)BLOCKS * n_kv * 2 * CB_KV_BLOCK * dim * (kv_format == CB_KV_BF16 ? 2 : 4), 64);
+            for (int64_t t = 0; t < n;) {
+                int64_t rows = t < PROMPT ? MIN(turn ? 40 : PROMPT, PROMPT - t) : 1;
+                cb_attn_step step = {.n_rows = rows, .position = position + t, .seq = seq, .block_table = table,
+                                     .table_stride = BLOCKS, .n_blocks = BLOCKS, .kv = kv, .kv_format = kv_format,
+                                     .n_sequences = 1, .x = x[turn] + t * HIDDEN, .hidden = hidden[turn] + t * HIDDEN};
+                must(cb_gqa_forward(pools[turn ? 3 : 1], &layer, &step), "cb_gqa_forward");
+                t += rows;
+            }
+            check_canaries(x[turn], "cb_gqa_forward");
+            check_canaries(hidden[turn], "cb_gqa_forward");
+        }
+        if (rung == 0) {
+            count_in(x[0], n * HIDDEN);
+            count_in(hidden[0], n * HIDDEN);
+        }
+        same(x[1], x[0], n * HIDDEN, "%s gqa %s", rung_names[rung], kinds[i].name);
+        same(hidden[1], hidden[0], n * HIDDEN, "%s gqa %s, normed", rung_names[rung], kinds[i].name);
+        if (!differ(x[0], start, n * HIDDEN) || x[0][0] != x[0][0])
+            fail("gqa %s: the case says nothing", kinds[i].name);
+        release_all();
+    }
+}
+
 /* ---- what has one implementation, but other processors, compilers and system calls --------------------------- */
 
 static void family_plain(int rung)
@@ -612,7 +664,7 @@ int main(int argc, char **argv)
         const char *name;
         void (*run)(int rung);
     } families[] = {{"linear", family_linear},       {"experts", family_experts}, {"rows", family_rows},
-                    {"attention", family_attention}, {"plain", family_plain}};
+                    {"attention", family_attention}, {"gqa", family_gqa},         {"plain", family_plain}};
     find_rungs();
     for (int n = 1; n < 4; n++)
         pools[n] = cb_pool_new(n);
@@ -621,7 +673,7 @@ int main(int argc, char **argv)
         use(rung);
         printf("dispatch %s: %s\n", rung_names[rung], cb_dispatch_text());
     }
-    for (int f = 0; f < 5; f++) {
+    for (int f = 0; f < 6; f++) {
         sum_of_family = 0xcbf29ce484222325u;
         for (int rung = 0; rung < n_rungs; rung++)
             families[f].run(rung);
