@@ -1,8 +1,9 @@
 """Plays recorded layer visits against a policy, against Belady's optimum, and against a policy that knows one step ahead.
 
 Pure. The rules are those of expert_io (``services/expert_io/layer_run.py``): what a visit finds is held until it has been
-used, decode rows' experts are loaded before those of prompts alone, all of a visit's experts are in slots at once when they
-fit, and come in waves when they do not. Prefetching is left out: it brings hits sooner, not more of them.
+used, decode rows' experts are loaded before those of prompts alone and are in slots at once when they fit; what does not fit,
+and a prompt's experts beyond their part of the slots, come in waves. Prefetching is left out: it brings hits sooner, not more
+of them.
 """
 
 from __future__ import annotations
@@ -138,8 +139,8 @@ def optimum(visits: Sequence[Visit], n_slots: int, record_bytes: dict[int, int])
     """The most hits that any choice of victims gives: always the resident whose next use is farthest.
 
     Method: Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966; on visits
-    instead of single uses: a visit's own experts can't be its victims as long as they fit the slots. When they do not fit, any
-    experts may be left over, also where the order of the waves would forbid it: there this is an upper bound.
+    instead of single uses: what a visit's decode rows want is in slots at once when it fits and can't be its victim. Whatever
+    else is there or came by may be left over, also where the order of the waves would forbid it: an upper bound.
     """
     next_use: list[dict[Key, int]] = [{}] * len(visits)
     coming: dict[Key, int] = {}
@@ -152,26 +153,21 @@ def optimum(visits: Sequence[Visit], n_slots: int, record_bytes: dict[int, int])
     order = Ranking()
     for visit, following in zip(visits, next_use, strict=True):
         hits = following.keys() & resident
-        n_missing = len(following) - len(hits)
-        fits = len(following) <= n_slots
-        if fits:
-            for key in hits:
-                order.discard(key)
-            _give_up_farthest(order, resident, n_slots - n_missing)
+        must_stay = {(visit.layer, e) for e in visit.wanted} if len(visit.wanted) <= n_slots else set()
         for key, then in following.items():
             order.put(key, -then)
+        for key in must_stay:
+            order.discard(key)
         resident |= following.keys()
-        _give_up_farthest(order, resident, n_slots)
+        while len(resident) > n_slots:
+            farthest = order.lowest()
+            assert farthest is not None
+            order.discard(farthest[1])
+            resident.remove(farthest[1])
+        for key in must_stay:
+            order.put(key, -following[key])
         score.count(visit, hits, record_bytes[visit.layer])
     return score
-
-
-def _give_up_farthest(order: Ranking, resident: set[Key], n_left: int) -> None:
-    while len(resident) > n_left:
-        lowest = order.lowest()
-        assert lowest is not None
-        order.discard(lowest[1])
-        resident.remove(lowest[1])
 
 
 class OneStepAhead(NextUse):

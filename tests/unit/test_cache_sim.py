@@ -44,7 +44,8 @@ def most_hits(visits: list[Visit], n_slots: int) -> int:
         union = visits[i].union
         hits = union & resident
         everything = resident | union
-        may_go = everything - union if len(union) <= n_slots else everything
+        wanted = {(visits[i].layer, e) for e in visits[i].wanted}
+        may_go = everything - wanted if len(wanted) <= n_slots else everything
         n_go = max(0, len(everything) - n_slots)
         ends = {everything - set(gone) for gone in itertools.combinations(sorted(may_go), n_go)}
         return len(hits) + max(from_here(i + 1, end) for end in ends)
@@ -63,14 +64,16 @@ def test_the_optimum_equals_trying_everything(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_policy_beats_the_optimum_and_knowing_one_step_is_never_far_below_knowing_none(seed: int) -> None:
+def test_no_policy_beats_the_optimum_and_knowing_one_step_beats_knowing_none(seed: int) -> None:
     rng = random.Random(seed)
-    visits = random_visits(rng, 400, 4, 12, 4)
-    for n_slots in (4, 10, 30):
+    visits = random_visits(rng, 400, 4, 40, 4)
+    # Long prompts, whose experts would fit the slots but must not flush them.
+    visits[20::30] = [Visit(v.layer, (), dict.fromkeys(range(40), 0.3)) for v in visits[20::30]]
+    for n_slots in (20, 50, 90):
         best = run(OPTIMUM, visits, n_slots, range(4), SIZES).hits
         hits = {name: run(name, visits, n_slots, range(4), SIZES).hits for name in (*POLICIES, ONE_STEP_AHEAD)}
         assert max(hits.values()) <= best
-        assert hits[ONE_STEP_AHEAD] > 1.05 * hits["next-use"]
+        assert hits[ONE_STEP_AHEAD] > hits["next-use"]
 
 
 def play(table: SlotTable, visits: list[Visit]) -> list[tuple[int, int]]:
