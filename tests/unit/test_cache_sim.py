@@ -67,13 +67,20 @@ def test_the_optimum_equals_trying_everything(seed: int) -> None:
 def test_no_policy_beats_the_optimum_and_knowing_one_step_beats_knowing_none(seed: int) -> None:
     rng = random.Random(seed)
     visits = random_visits(rng, 400, 4, 40, 4)
-    # Long prompts, whose experts would fit the slots but must not flush them.
-    visits[20::30] = [Visit(v.layer, (), dict.fromkeys(range(40), 0.3)) for v in visits[20::30]]
     for n_slots in (20, 50, 90):
         best = run(OPTIMUM, visits, n_slots, range(4), SIZES).hits
         hits = {name: run(name, visits, n_slots, range(4), SIZES).hits for name in (*POLICIES, ONE_STEP_AHEAD)}
         assert max(hits.values()) <= best
         assert hits[ONE_STEP_AHEAD] > hits["next-use"]
+
+
+def test_the_optimum_lets_a_prompt_pass_too() -> None:
+    """Its ten experts would fit the ten slots, but the store does not give it all of them."""
+    visits = [Visit(0, (0, 1), {}), Visit(0, (), dict.fromkeys(range(2, 12), 0.3))] * 20
+    hits = {name: run(name, visits, 10, range(1), SIZES).hits for name in (OPTIMUM, *POLICIES)}
+    assert hits[OPTIMUM] == 19 * (2 + 8)
+    # Were all ten forced to stay, the most would be 19 * 8, which the store itself beats.
+    assert 19 * 8 < hits["next-use"] <= hits[OPTIMUM]
 
 
 def play(table: SlotTable, visits: list[Visit]) -> list[tuple[int, int]]:
