@@ -139,8 +139,8 @@ def optimum(visits: Sequence[Visit], n_slots: int, record_bytes: dict[int, int])
     """The most hits that any choice of victims gives: always the resident whose next use is farthest.
 
     Method: Belady, A study of replacement algorithms for a virtual-storage computer, IBM Systems Journal 5(2), 1966; on visits
-    instead of single uses: what a visit's decode rows want is in slots at once when it fits and can't be its victim. Whatever
-    else is there or came by may be left over, also where the order of the waves would forbid it: an upper bound.
+    instead of single uses: a visit's experts can't be its victims when they are in slots at once. When they come in waves,
+    whatever is there or came by may be left over, also where the order of the waves would forbid it: an upper bound.
     """
     next_use: list[dict[Key, int]] = [{}] * len(visits)
     coming: dict[Key, int] = {}
@@ -151,9 +151,11 @@ def optimum(visits: Sequence[Visit], n_slots: int, record_bytes: dict[int, int])
     score = Score()
     resident: set[Key] = set()
     order = Ranking()
+    limit = passing_limit(n_slots)
     for visit, following in zip(visits, next_use, strict=True):
         hits = following.keys() & resident
-        must_stay = {(visit.layer, e) for e in visit.wanted} if len(visit.wanted) <= n_slots else set()
+        in_waves = len(following) > n_slots or len(visit.passing) > limit
+        must_stay = set() if in_waves else set(following)
         for key, then in following.items():
             order.put(key, -then)
         for key in must_stay:

@@ -44,8 +44,7 @@ def most_hits(visits: list[Visit], n_slots: int) -> int:
         union = visits[i].union
         hits = union & resident
         everything = resident | union
-        wanted = {(visits[i].layer, e) for e in visits[i].wanted}
-        may_go = everything - wanted if len(wanted) <= n_slots else everything
+        may_go = everything - union if len(union) <= n_slots else everything
         n_go = max(0, len(everything) - n_slots)
         ends = {everything - set(gone) for gone in itertools.combinations(sorted(may_go), n_go)}
         return len(hits) + max(from_here(i + 1, end) for end in ends)
