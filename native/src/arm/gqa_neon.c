@@ -109,4 +109,4 @@ static void mix_neon(const float *s, int64_t n_q, int64_t from, int64_t to, cons
     }
 }
 
-const cb_gqa_table cb_gqa_table_neon = {scores_neon, softmax_neon, join_neon, mix_neon};
+const cb_gqa_table cb_gqa_table_neon = {.scores = scores_neon, .softmax = softmax_neon, .join = join_neon, .mix = mix_neon};

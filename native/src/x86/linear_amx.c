@@ -33,7 +33,7 @@ static const _Alignas(64) tile_config full_tiles = {
 
 typedef struct {
     _Alignas(64) int8_t x[SLICE][TILES][16 * 64];
-    float x_scale[SLICE][TILES][16];
+    float x_scale[TILES][16][SLICE];
     float acc[BLOCKS][TILES][16 * 16];
     int8_t w[GROUPS][16 * 64];
     int32_t d[2][2][GROUPS][16 * 16]; /* of this unit and the one before, by tile */
@@ -50,14 +50,17 @@ static void pack(room *k, const cb_matrix *m, const cb_rows *rows, int64_t r0, i
     int64_t ng = cb_groups(m->in);
     for (int r = 0; r < CB_CEIL(n_rows, 16) * 16; r++) {
         int64_t source = r >= n_rows ? -1 : rows->in_index ? rows->in_index[r0 + r] : r0 + r;
+        __m512i v = _mm512_setzero_si512();
         for (int g = 0; g < n_groups; g++) {
-            int8_t *x = k->x[g][r / 16] + r % 16 * 64;
-            if (source < 0)
-                _mm512_storeu_si512(x, _mm512_setzero_si512());
-            else
-                _mm512_storeu_si512(x, _mm512_loadu_si512(rows->q + (source * ng + g0 + g) * 64));
-            k->x_scale[g][r / 16][r % 16] = source < 0 ? 0.0f : rows->scale[source * ng + g0 + g];
+            if (source >= 0)
+                v = _mm512_loadu_si512(rows->q + (source * ng + g0 + g) * 64);
+            _mm512_storeu_si512(k->x[g][r / 16] + r % 16 * 64, v);
         }
+        float *scale = k->x_scale[r / 16][r % 16];
+        if (source >= 0)
+            __builtin_memcpy(scale, rows->scale + source * ng + g0, (size_t)n_groups * sizeof *scale);
+        else
+            __builtin_memset(scale, 0, sizeof k->x_scale[0][0]);
     }
 }
 
@@ -114,13 +117,13 @@ CB_INLINE void sum_up(const int FORMAT, room *k, const unit *u, int half, const 
             acc[r] = _mm512_loadu_ps(sums + r * 16);
         for (int g = 0; g < u->n_groups; g++) {
             const int32_t *d = k->d[half][t][g];
-            const float *x_scale = k->x_scale[u->g + g][u->tile + t];
+            const float *x_scale = k->x_scale[u->tile + t][0] + u->g + g;
             __m512 scale = _mm512_setzero_ps();
             if (FORMAT == CB_Q4)
                 scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(s + g * 16)));
 #pragma GCC unroll 16
             for (int r = 0; r < 16; r++) {
-                __m512 both = _mm512_set1_ps(x_scale[r]);
+                __m512 both = _mm512_set1_ps(x_scale[r * SLICE]);
                 if (FORMAT == CB_Q4)
                     both = _mm512_mul_ps(scale, both);
                 acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(d + r * 16)), both, acc[r]);
