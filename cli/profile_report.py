@@ -507,6 +507,13 @@ def _format_facts(report: Report) -> list[str]:
         lines.append(
             f"pilot:   {useful} useful, {wasted} wasted; {_size(facts.counter(EXPERT_IO, 'bytes_speculative'))} read ahead"
         )
+    wanted = facts.counter(EXPERT_IO, "pilot_wanted")
+    if wanted:
+        saved, lost = facts.counter(EXPERT_IO, "pilot_saved_ns"), facts.counter(EXPERT_IO, "pilot_lost_ns")
+        lines.append(
+            f"         named {facts.counter(EXPERT_IO, 'pilot_right') / wanted:.1%} of what was wanted; reading time taken off"
+            f" demand {_time(saved)}, delays caused {_time(lost)}"
+        )
     drafted, accepted = facts.counter(ROUTER, "drafts"), facts.counter(ROUTER, "accepted")
     if drafted:
         lines.append(f"drafts:  {accepted} of {drafted} accepted ({accepted / drafted:.0%}){_draft_text(report)}")

@@ -52,6 +52,11 @@ CELLS: dict[str, tuple[str, ...]] = {
         "pilot_reads",
         "read_errors",
         "warm_reads",
+        "pilot_saved_ns",
+        "pilot_lost_ns",
+        "pilot_wanted",
+        "pilot_right",
+        "pilot_paused",
     ),
     DRAFTER: ("drafts", "tokens", "rows"),
 }

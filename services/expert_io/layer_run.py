@@ -35,7 +35,8 @@ class LayerCounters:
 
 @dataclass
 class LayerRun:
-    """State of one visit. ``experts`` is the batch-union in ascending order.
+    """State of one visit. ``experts`` is the batch-union in ascending order. ``right_guesses``, ``wrong_guesses`` (those that
+    lie in slots) and ``missing`` tell what ``start`` found.
 
     ``passing``: those that no decode row wants, with the share of the prompt's rows that chose them.
     """
@@ -46,6 +47,9 @@ class LayerRun:
     table: SlotTable
     passing: Mapping[int, float] = field(default_factory=dict)
     counters: LayerCounters = field(default_factory=LayerCounters)
+    right_guesses: list[Key] = field(default_factory=list)
+    wrong_guesses: list[Key] = field(default_factory=list)
+    missing: tuple[int, ...] = ()
     _pending: deque[int] = field(default_factory=deque)
     _ready: list[int] = field(default_factory=list)
     _loading: dict[int, Slot] = field(default_factory=dict)
@@ -65,6 +69,7 @@ class LayerRun:
                 continue
             if slot.is_guess:
                 self.counters.useful_guesses += 1
+                self.right_guesses.append((self.layer, expert))
             if slot.state is SlotState.RESIDENT:
                 self.counters.hits += 1
                 self._ready.append(expert)
@@ -74,8 +79,9 @@ class LayerRun:
                 promote.append(slot)
             self._hold(expert, slot, is_hit=True)
         self._pending.extend(later)
-        self.table.looked_up(self.layer)
-        self.counters.misses = len(self._pending)
+        self.wrong_guesses = self.table.looked_up(self.layer)
+        self.missing = tuple(self._pending)
+        self.counters.misses = len(self.missing)
         return promote, self.more_reads()
 
     def more_reads(self) -> list[ReadOrder]:

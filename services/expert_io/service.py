@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from native.kernels import ExpertJobs, Ffn, expert_reduce, ffn_forward
 from native.library import Pool, dispatch_text
 from services.expert_io.layer_run import LayerRun, ReadOrder
+from services.expert_io.pilot import PilotAccount
 from services.expert_io.slots import Slot, SlotState, SlotTable
 from services.expert_io.store import ExpertStore, ReadFault
 from services.expert_io.usage import WRITE_EVERY_S, UsageHistory, load_usage, save_usage
@@ -87,6 +88,8 @@ class ExpertIoService(Service):
         self._store = ExpertStore(container, self._layers, config.n_slots, config.slot_bytes, config.direct_io)
         ctx.bus.add_fd(self._store.reader.fd, self._on_reads)
         self._load_usage()
+        self._pilot = PilotAccount()
+        self._hints: dict[int, tuple[int, set[int]]] = {}  # layer -> (step, what the newest hint names)
         self._frames_segment = Segment.attach(config.run_id, "frames")
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
         self._counters_segment = Segment.attach(config.run_id, "counters")
@@ -115,6 +118,11 @@ class ExpertIoService(Service):
 
     def close(self) -> None:
         self._save_usage()
+        if self._pilot.recall_of:
+            recall = {layer: round(right / n, 3) for layer, (right, n) in sorted(self._pilot.recall_of.items())}
+            totals = self._pilot.totals
+            saved_ms, lost_ms = totals.saved_ns // 1_000_000, totals.lost_ns // 1_000_000
+            self._ctx.log.info("pilot_account", saved_ms=saved_ms, lost_ms=lost_ms, recall=recall)
         self._store.close()
         self._pool.close()
         self._part.close()
@@ -164,7 +172,7 @@ class ExpertIoService(Service):
             promote, orders = visit.run.start()
             for slot in promote:
                 self._store.promote(slot)
-            self._cancel_wrong_guesses(visit.layer)
+            self._judge_guesses(visit, visit.run)
             self._issue(orders)
             counters = visit.run.counters
             self._counters.add("hits", counters.hits)
@@ -209,6 +217,9 @@ class ExpertIoService(Service):
     def _on_hint(self, msg: PilotHint) -> None:
         if msg.layer not in self._layers:
             return
+        self._hints[msg.layer] = (msg.step, set(msg.experts))
+        if not self._pilot.is_on:
+            return
         room = int(len(self._table.slots) * GUESS_SHARE) - self._table.n_open_guesses
         for expert in msg.experts:
             key = (msg.layer, expert)
@@ -219,13 +230,27 @@ class ExpertIoService(Service):
             slot = self._table.acquire(key, is_guess=True)
             if slot is None:
                 break
+            self._pilot.started(key, time.monotonic_ns(), self._table.last_evicted)
             self._store.start_read(slot, speculative=True)
             self._counters.add("pilot_reads", 1)
             room -= 1
 
-    def _cancel_wrong_guesses(self, layer: int) -> None:
+    def _judge_guesses(self, visit: Visit, run: LayerRun) -> None:
+        """Books what the guesses for this layer were worth and stops those that are still being read in vain."""
+        now = time.monotonic_ns()
+        self._pilot.visited()
+        step, hint = self._hints.pop(visit.layer, (-1, set()))
+        if step == visit.step:
+            self._pilot.hinted(visit.layer, hint, set(run.experts))
+        for key in run.right_guesses:
+            self._pilot.used(key, now)
+        for key in run.wrong_guesses:
+            self._pilot.wrong(key, now, is_reading=False, is_awaited=False)
+        for expert in run.missing:
+            self._pilot.missed((visit.layer, expert))
         for slot in self._table.guesses_in_flight():
-            if slot.key and slot.key[0] == layer:
+            if slot.key and slot.key[0] == visit.layer:
+                self._pilot.wrong(slot.key, now, is_reading=True, is_awaited=run.is_waiting)
                 self._doom(slot)
 
     def _doom(self, slot: Slot) -> None:
@@ -416,6 +441,8 @@ class ExpertIoService(Service):
             visit = self._visit
             self._timer.record(Stage.IO_READ, slot.key[0] if slot.key else -1, done.start_ns, done.end_ns, done.bytes)
             self._end_warm(slot)
+            if slot.key:
+                self._pilot.read_ended(slot.key, done.start_ns, done.end_ns)
             if slot.is_doomed or done.cancelled:
                 self._table.release(slot)
             elif fault is None:
@@ -439,9 +466,14 @@ class ExpertIoService(Service):
             ("io_busy_ns", counters.busy_ns),
             ("evictions", self._table.n_evicted),
             ("pilot_wasted", self._table.n_guesses_wasted),
+            ("pilot_saved_ns", self._pilot.totals.saved_ns),
+            ("pilot_lost_ns", self._pilot.totals.lost_ns),
+            ("pilot_wanted", self._pilot.totals.wanted),
+            ("pilot_right", self._pilot.totals.right),
         ):
             self._counters.set(name, self._before[name] + total)
         self._counters.set("resident", self._table.n_used)
+        self._counters.set("pilot_paused", int(not self._pilot.is_on))
 
     def _read_failed(self, visit: Visit | None, slot: Slot, fault: ReadFault) -> None:
         self._counters.add("read_errors", 1)

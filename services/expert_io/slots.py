@@ -47,6 +47,7 @@ class SlotTable:
         self._guesses: dict[int, Slot] = {}
         self._fresh: dict[int, Slot] = {}
         self._stale: dict[int, Slot] = {}
+        self.last_evicted: Key | None = None  # by the last ``acquire``, None when a slot was free
         self.n_evicted = 0
         self.n_guesses_wasted = 0  # cancelled, or evicted without ever being asked for
 
@@ -71,10 +72,14 @@ class SlotTable:
         """A layer's visit begins."""
         self.policy.visit(layer, is_decode)
 
-    def looked_up(self, layer: int) -> None:
-        """The visit has found what it wants: guesses for this layer that it left were wrong."""
-        for index in [i for i, slot in self._fresh.items() if slot.key and slot.key[0] == layer]:
-            self._stale[index] = self._fresh.pop(index)
+    def looked_up(self, layer: int) -> list[Key]:
+        """The visit has found what it wants: returns the resident guesses for this layer that it left, which were wrong."""
+        wrong = []
+        for index, slot in list(self._fresh.items()):
+            if slot.key and slot.key[0] == layer:
+                self._stale[index] = self._fresh.pop(index)
+                wrong.append(slot.key)
+        return wrong
 
     def touch(self, slot: Slot, prompt_share: float | None = None, *, is_hit: bool) -> None:
         """The gate asked for the slot's expert; ``prompt_share`` as in ``Policy.asked``."""
@@ -97,6 +102,7 @@ class SlotTable:
     def acquire(self, key: Key, *, is_guess: bool) -> Slot | None:
         """A slot for ``key``, now LOADING and unpinned; None when every slot is needed (or warmer than a guess)."""
         assert key not in self._of_key
+        self.last_evicted = None
         if self._free:
             slot = self.slots[self._free.pop()]
         else:
@@ -104,6 +110,7 @@ class SlotTable:
             if found is None:
                 return None
             slot = found
+            self.last_evicted = slot.key
             self._forget(slot)
             self.n_evicted += 1
         slot.state = SlotState.LOADING

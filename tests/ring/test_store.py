@@ -159,3 +159,26 @@ def test_a_damaged_expert_found_while_warming_harms_nobody(converted: Converted,
         assert store._table.find((layer, expert)) is None and store._counters.get("read_errors") == 1
         done = ring.generate(prompt, 4).done
         assert done is not None and done.error_code == "expert_checksum_mismatch"
+
+
+@pytest.mark.parametrize("pilot", ["on", "random"])
+def test_the_account_of_guesses_adds_up(pilot: str, converted: Converted, tmp_path: Path) -> None:
+    model = converted("deepseek_v3", "int8")
+    prompt = oracle_array("deepseek_v3", "prompt_ids").tolist()
+    with Ring(model, tmp_path, n_slots=20) as ring:
+        expected = ring.generate(prompt[:3], 40).tokens
+    with Ring(model, tmp_path, n_slots=20, pilot=pilot) as ring:
+        assert ring.generate(prompt[:3], 40).tokens == expected
+        store = ring.services["expert_io"]
+        store._publish()
+        counters = store._counters.read()
+        table, account = store._table, store._pilot
+        assert counters["pilot_reads"] > 0
+        undecided = table.n_open_guesses + len(table._stale)
+        assert counters["pilot_reads"] == counters["pilot_useful"] + counters["pilot_wasted"] + undecided
+        assert 0 < counters["pilot_right"] < counters["pilot_wanted"]
+        recall = counters["pilot_right"] / counters["pilot_wanted"]
+        assert (recall > 0.5) == (pilot == "on")
+        assert counters["pilot_saved_ns"] > 0
+        hinted = [layer for layer in ring.spec.moe_layers if layer < ring.spec.n_layers][1:]
+        assert sorted(account.recall_of) == hinted, "the first layer has nobody who could guess for it"
