@@ -97,7 +97,7 @@ class PilotAccount:
         self._known()
 
     def wrong(self, key: Key, now_ns: int, *, is_reading: bool, is_awaited: bool) -> None:
-        """The layer did not ask for a guess. ``is_reading``: it still keeps the disk busy, ``is_awaited``: for which reads wait."""
+        """The layer did not ask for a guess. ``is_reading``: it keeps the disk busy; ``is_awaited``: while reads are due."""
         if self._started.pop(key, None) is None:
             return
         self._read_ns.pop(key, None)
