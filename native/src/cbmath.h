@@ -1,5 +1,5 @@
 /* cbmath.h: exp, sigmoid and SiLU as docs/numerics.md defines them, one value at a time. The vector rungs
- * (x86/cbmath_avx2.h, x86/cbmath_avx512.h) perform the same operations per lane. */
+ * (x86/cbmath_avx2.h, x86/cbmath_avx512.h, arm/cbmath_neon.h) perform the same operations per lane. */
 #ifndef CBMATH_H
 #define CBMATH_H
 
