@@ -27,14 +27,6 @@ typedef struct cb_gqa_table {
      * ldv, z f32[n_q, dim]; dim is a multiple of 16. */
     void (*mix)(const float *s, int64_t n_q, int64_t from, int64_t to, const float *values, int64_t ldv, int64_t dim,
                 const float *f, const float *g, float *z);
-
-    /* The same over bf16 keys and values where they lie: with up to `direct_queries` queries (0: never) that is quicker
-     * than widening them first. For mix, dim must be a multiple of 16. */
-    void (*scores_bf16)(const float *q, int64_t n_q, int64_t depth, const uint16_t *keys, int64_t from, int64_t to,
-                        float *out);
-    void (*mix_bf16)(const float *s, int64_t n_q, int64_t from, int64_t to, const uint16_t *values, int64_t ldv, int64_t dim,
-                     const float *f, const float *g, float *z);
-    int64_t direct_queries;
 } cb_gqa_table;
 
 extern cb_gqa_table cb_gqa_kernels; /* filled by the cb_attn_table functions of each rung */
