@@ -23,7 +23,7 @@ import numpy as np
 
 from shared.counters import CELLS
 from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
-from shared.stages import NO_LAYER, Stage, StepKind
+from shared.stages import NO_LAYER, Stage, StepKind, unpack_found
 
 HOP: Final = "hop"
 OTHER: Final = "other"
@@ -145,6 +145,8 @@ class Report:
     layers: dict[tuple[int, str, str], int]
     """(layer, service, stage) -> attributed ns."""
     facts: Facts
+    found: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    """layer -> (hits, late hits, misses) of the visits seen."""
     between_ns: int = 0
     """Time between the end of one step and the begin of the next: nothing was planned, or the router was late."""
 
@@ -191,6 +193,10 @@ def analyse(rows: np.ndarray, facts: Facts | None = None) -> Report:
     _analyse_reads(rows[is_read], report.reads)
     windows = _windows(rows[is_step])
     work = rows[~is_step & ~is_read]
+    for row in work[work["stage"] == Stage.UNION].tolist():
+        before = report.found.get(row[5], (0, 0, 0))
+        hits, late_hits, misses = unpack_found(row[2])
+        report.found[row[5]] = (before[0] + hits, before[1] + late_hits, before[2] + misses)
     report.between_ns = sum(max(0, after[0] - before[1]) for before, after in itertools.pairwise(windows))
     starts = work["start_ns"]
     longest = int((work["end_ns"] - starts).max()) if len(work) else 0
@@ -231,6 +237,8 @@ def _sweep(
         service = SERVICES[service_idx] if 0 <= service_idx < len(SERVICES) else f"service_{service_idx}"
         name = _stage_name(stage)
         start, stop = max(start_ns, begin), min(end_ns, end)
+        if stage == Stage.UNION:
+            n_bytes = 0  # no bytes, but counts
         if stop <= start and not n_bytes:
             continue
         if start_ns >= begin:  # counted in the window where it began
@@ -316,6 +324,8 @@ def verdict(report: Report) -> str:
     text = f"Bottleneck: {what}, {ns / total:.0%} of {when}."
     if name == "storage" and report.reads.busy_ns:
         text = text[:-1] + f" (reads ran at {report.reads.gb_per_s:.2f} GB/s, {_hit_text(report.facts)})."
+        if report.facts.counter(EXPERT_IO, "misses") and not report.facts.counter(EXPERT_IO, "evictions"):
+            advice = "No expert had to leave: the slots are still filling, and the next answers will be faster."
     if name == "hops":
         median = kind.totals["", HOP].percentile(50) if ("", HOP) in kind.totals else 0.0
         text = text[:-1] + f" ({_time(median)} each in the middle)."
@@ -377,6 +387,10 @@ def as_json(report: Report) -> dict[str, Any]:
         "layers": [
             {"layer": layer, "service": service, "stage": stage, "total_s": ns / 1e9}
             for (layer, service, stage), ns in sorted(report.layers.items())
+        ],
+        "found": [
+            {"layer": layer, "hits": hits, "late_hits": late_hits, "misses": misses}
+            for layer, (hits, late_hits, misses) in sorted(report.found.items())
         ],
         "counters": {service: dict(cells) for service, cells in facts.counters.items()},
         "request": {
@@ -462,10 +476,17 @@ def _format_layers(report: Report) -> list[str]:
     stages = sorted({(service, stage) for layer, service, stage in report.layers if layer != NO_LAYER})
     if not stages:
         return []
-    lines = ["  layer" + "".join(f"{stage[:11]:>12}" for _, stage in stages)]
+    head = "".join(f"{stage[:11]:>12}" for _, stage in stages)
+    if report.found:
+        head += f"{'hits':>9}{'late':>7}{'misses':>8}"
+    lines = ["  layer" + head]
     for layer in sorted({layer for layer, _, _ in report.layers if layer != NO_LAYER}):
         cells = (report.layers.get((layer, service, stage), 0) for service, stage in stages)
-        lines.append(f"  {layer:>5}" + "".join(f"{_time(ns) if ns else '':>12}" for ns in cells))
+        line = f"  {layer:>5}" + "".join(f"{_time(ns) if ns else '':>12}" for ns in cells)
+        if layer in report.found:
+            hits, late_hits, misses = report.found[layer]
+            line += f"{hits:>9}{late_hits:>7}{misses:>8}"
+        lines.append(line)
     return lines
 
 
@@ -494,7 +515,10 @@ def _format_facts(report: Report) -> list[str]:
     if counted or reads.n_reads:
         line = f"reads:   {_size(counted)} in {facts.counter(EXPERT_IO, 'reads')} reads"
         if reads.busy_ns:
-            line += f", storage busy {_time(reads.busy_ns)}, {reads.gb_per_s:.2f} GB/s"
+            line += f", storage busy {_time(reads.busy_ns)}"
+            if report.all.wall_ns:
+                line += f" ({min(1.0, reads.busy_ns / (report.all.wall_ns + report.between_ns)):.0%} of the time)"
+            line += f", {reads.gb_per_s:.2f} GB/s"
         lines.append(line)
     difference = _io_difference(facts)
     if difference is not None:
@@ -568,7 +592,9 @@ def chrome_trace(rows: np.ndarray) -> dict[str, Any]:
         else:
             if layer != NO_LAYER:
                 args["layer"] = layer
-            if n_bytes:
+            if stage == Stage.UNION:
+                args |= zip(("hits", "late_hits", "misses"), unpack_found(n_bytes), strict=True)
+            elif n_bytes:
                 args["bytes"] = n_bytes
         if stage == Stage.IO_READ:
             lane = next((i for i, busy_until in enumerate(lanes) if busy_until <= start), len(lanes))

@@ -53,7 +53,7 @@ class Stage(IntEnum):
     DRAFT_WAIT = 18
     """the drafter waits for embedding, head or experts"""
     UNION = 20
-    """expert_io sorts rows by expert, looks at its slots and issues reads"""
+    """expert_io sorts rows by expert, looks at its slots and issues reads; its ``bytes`` are what it found (``pack_found``)"""
     RESIDUAL = 22
     """attention adds the experts' rows to its residual stream"""
     STREAM = 21
@@ -76,6 +76,20 @@ COMPUTE: frozenset[Stage] = ADDITIVE - {Stage.MIXED_WAIT, Stage.IO_WAIT, Stage.G
 ROW = struct.Struct("<qqqqii")
 """One ``cb_stage``: start_ns, end_ns, bytes, step, stage, layer."""
 NO_LAYER = -1
+
+
+_FOUND_BITS = 20
+
+
+def pack_found(hits: int, late_hits: int, misses: int) -> int:
+    """How a visit found its experts, as the ``bytes`` of a UNION row."""
+    return hits | late_hits << _FOUND_BITS | misses << 2 * _FOUND_BITS
+
+
+def unpack_found(packed: int) -> tuple[int, int, int]:
+    """(hits, late hits, misses) of ``pack_found``."""
+    mask = (1 << _FOUND_BITS) - 1
+    return packed & mask, packed >> _FOUND_BITS & mask, packed >> 2 * _FOUND_BITS & mask
 
 
 class StepTimer:

@@ -33,7 +33,7 @@ from shared.messages.expert_io import ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
 from shared.residency import POLICIES, Key
 from shared.segments import Segment
-from shared.stages import Stage, StepTimer
+from shared.stages import Stage, StepTimer, pack_found
 
 # One native call takes at most this many (row, expert) pairs, so that messages and reads are looked at in between.
 PAIRS_PER_CALL = 256
@@ -162,7 +162,7 @@ class ExpertIoService(Service):
         if (msg.step, msg.layer) != (visit.step, visit.layer) or visit.run:
             return
         frame = self._frame(visit)
-        with self._timer.stage(Stage.UNION, visit.layer):
+        with self._timer.stage(Stage.UNION, visit.layer) as stage:
             experts = self._batch_union(visit, frame.gate_id[: visit.n_rows])
             passing = self._passing(visit, msg.n_prefill)
             visit.run = LayerRun(visit.step, visit.layer, experts, self._table, passing)
@@ -175,6 +175,7 @@ class ExpertIoService(Service):
             self._judge_guesses(visit, visit.run)
             self._issue(orders)
             counters = visit.run.counters
+            stage.n_bytes = pack_found(counters.hits, counters.late_hits, counters.misses)
             self._counters.add("hits", counters.hits)
             self._counters.add("late_hits", counters.late_hits)
             self._counters.add("misses", counters.misses)

@@ -11,7 +11,7 @@ import pytest
 
 from cli.profile_report import Facts, analyse, as_json, chrome_trace, format_report, rates, verdict
 from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
-from shared.stages import ROW, Stage, StepKind, TraceRing
+from shared.stages import ROW, Stage, StepKind, TraceRing, pack_found, unpack_found
 
 MS = 1_000_000
 
@@ -244,3 +244,31 @@ def test_chrome_trace_has_a_lane_per_overlapping_read() -> None:
 
 def test_row_size_is_the_one_of_the_frame() -> None:
     assert ROW.size == 40
+
+
+def test_what_layers_found_is_shown_per_layer_and_counts_as_no_bytes() -> None:
+    assert unpack_found(pack_found(1, 2, 3)) == (1, 2, 3)
+    assert unpack_found(pack_found(1 << 19, 0, (1 << 20) - 1)) == (1 << 19, 0, (1 << 20) - 1)
+    rows = [
+        *STEP,
+        (EXPERT_IO, Stage.UNION, 3, 106.5, 106.6, pack_found(5, 1, 2)),
+        (EXPERT_IO, Stage.UNION, 3, 106.6, 106.7, pack_found(0, 0, 8)),
+        (EXPERT_IO, Stage.UNION, 4, 106.7, 106.8, pack_found(7, 0, 1)),
+    ]
+    report = analyse(ring_of(rows))
+    assert report.found == {3: (5, 1, 10), 4: (7, 0, 1)}
+    assert report.all.totals[EXPERT_IO, "union"].n_bytes == 0
+    [line] = [line for line in format_report(report, has_layers=True) if line.startswith("      3 ")]
+    assert line.split()[-3:] == ["5", "1", "10"]
+    assert as_json(report)["found"][1] == {"layer": 4, "hits": 7, "late_hits": 0, "misses": 1}
+    unions = [e for e in chrome_trace(ring_of(rows))["traceEvents"] if e["name"] == "union"]
+    assert unions[0]["args"] == {"step": 0, "layer": 3, "hits": 5, "late_hits": 1, "misses": 2}
+
+
+def test_verdict_tells_slots_that_fill_from_slots_that_are_too_few() -> None:
+    def text(evictions: int) -> str:
+        counters = {EXPERT_IO: {"misses": 10, "hits": 90, "evictions": evictions}}
+        return verdict(analyse(ring_of(STEP), Facts(counters=counters)))
+
+    assert "the slots are still filling" in text(0)
+    assert "More slots" in text(3)
