@@ -444,7 +444,8 @@ static void family_rows(int rung)
             same(out[1], out[0], n * 2, "%s rmsnorm of %d, special %d", rung_names[rung], (int)n, special);
 
             int64_t k = 1 + i % 8, rows = 2;
-            float *parts = values(rows * k * n, 2.0f), *share = positive(rows * k), *shared = i % 2 ? values(rows * n, 1.0f) : NULL;
+            float *parts = values(rows * k * n, 2.0f), *share = positive(rows * k);
+            float *shared = i % 2 ? values(rows * n, 1.0f) : NULL;
             int32_t order[16];
             int64_t bad[2];
             if (special >= 8)
@@ -473,8 +474,8 @@ static void family_rows(int rung)
         float *weights[2];
         int64_t bad;
         seed = (uint64_t)e;
-        cb_gate gate = {.weight = random_matrix(CB_F32, CB_ACT_F32, e, in, -1), .bias = values(e, 0.1f), .n_experts = (int32_t)e,
-                        .k = 4, .n_group = 1, .topk_group = 1, .norm_topk = 1, .scaling = 2.5f};
+        cb_gate gate = {.weight = random_matrix(CB_F32, CB_ACT_F32, e, in, -1), .bias = values(e, 0.1f),
+                        .n_experts = (int32_t)e, .k = 4, .n_group = 1, .topk_group = 1, .norm_topk = 1, .scaling = 2.5f};
         float *h = values(rows * in, 6.0f);
         for (int turn = 0; turn < 2; turn++) {
             use(turn ? rung : 0);
