@@ -8,7 +8,8 @@ import sys
 
 import click
 
-from shared.errors import ColibriError
+from native.errors import LibraryError, NativeError
+from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError
 
 COMMANDS = {
     "chat": ("cli.chat:command", "Talk to the model in the terminal."),
@@ -58,6 +59,8 @@ def main() -> None:
         status = cli.main(standalone_mode=False)
     except ColibriError as error:
         _fail(str(error), error.exit_code)
+    except NativeError as error:
+        _fail(str(error), EXIT_CONFIG if isinstance(error, LibraryError) else EXIT_FAULT)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

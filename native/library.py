@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -10,21 +11,20 @@ from typing import Any
 
 import numpy as np
 
+from native.errors import LibraryError
+from native.errors import NativeError as NativeError
+
 ABI_VERSION = 1
 LIBRARY_NAME = "libcolibri_native.so"
 OK, EINVAL, ENOMEM, ENONFINITE, EIO, ESYS = 0, -1, -2, -3, -4, -5
 ISAS = ("ref", "avx2", "avx512", "avx512vnni", "amx", "neon", "neondot")
 
 
-class NativeError(Exception):
-    """A kernel refused its arguments or could not run. Names the kernel, the status and the shapes."""
-
-
 def find_library() -> Path:
     """Path of the compiled library: inside the package (installed, or built into the source tree by ``make kernels``)."""
     found = Path(str(resources.files("native") / LIBRARY_NAME))
     if not found.is_file():
-        raise NativeError(
+        raise LibraryError(
             f"{LIBRARY_NAME} was expected at {found} and is not there; build it with `make kernels` "
             "(or `cmake -S . -B build/dev && cmake --build build/dev`) or install the package"
         )
@@ -32,14 +32,15 @@ def find_library() -> Path:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """Load a library file and check its ABI version."""
+    """Load a library file and check that it is complete and of our ABI version. LibraryError otherwise."""
+    _require_complete(path)
     try:
         opened = ctypes.CDLL(str(path))
         version = opened.cb_abi_version()
     except (OSError, AttributeError) as error:
-        raise NativeError(f"{path} cannot be loaded: {error}; build it again with `make kernels`") from error
+        raise LibraryError(f"{path} cannot be loaded: {error}; build it again with `make kernels`") from error
     if version != ABI_VERSION:
-        raise NativeError(
+        raise LibraryError(
             f"{path} has ABI version {version}, expected {ABI_VERSION}; build it again with `make kernels`"
         )
     opened.cb_status_text.restype = ctypes.c_char_p
@@ -57,12 +58,39 @@ def open_library(path: Path) -> ctypes.CDLL:
     return opened
 
 
+def _require_complete(path: Path) -> None:
+    """An ELF file ends with its table of sections. One that is cut off would not be refused by the loader: it maps what
+    the headers promise, and the process dies of SIGBUS."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(64)
+            found = file.seek(0, 2)
+    except OSError as error:
+        raise LibraryError(f"{path} cannot be read: {error.strerror}; build it again with `make kernels`") from error
+    expected = 64
+    if len(head) == 64 and head[:6] == b"\x7fELF\x02\x01":
+        (sections,) = struct.unpack_from("<Q", head, 40)
+        entry_bytes, n_entries = struct.unpack_from("<HH", head, 58)
+        expected = sections + entry_bytes * n_entries
+    if found < expected:
+        raise LibraryError(
+            f"{path} is incomplete: {expected} bytes were expected, {found} found (an interrupted build, or one that "
+            "is running now); build it again with `make kernels`"
+        )
+
+
 lib: ctypes.CDLL = open_library(find_library())
 
 
 def declare(name: str, restype: Any, argtypes: Sequence[Any], target: ctypes.CDLL | None = None) -> None:
     """State a function's types once, next to the wrapper that calls it."""
-    function = getattr(target or lib, name)
+    try:
+        function = getattr(target or lib, name)
+    except AttributeError:
+        raise LibraryError(
+            f"the function {name} was expected in {LIBRARY_NAME} and is not there: the library is older than the "
+            "source; build it again with `make kernels`"
+        ) from None
     function.restype = restype
     function.argtypes = list(argtypes)
 

@@ -11,7 +11,7 @@
       PeerLost               another process of the group is gone or has been replaced
       Refused                a request is not accepted; carries what the HTTP answer needs
 
-``native.library.NativeError`` stands outside, because native imports nothing of ours. Messages are sentences: what was
+``native.errors.NativeError`` stands outside, because native imports nothing of ours. Messages are sentences: what was
 expected, what was found, what to change.
 """
 
