@@ -538,6 +538,10 @@ def _format_facts(report: Report) -> list[str]:
             f"         named {facts.counter(EXPERT_IO, 'pilot_right') / wanted:.1%} of what was wanted; reading time taken off"
             f" demand {_time(saved)}, delays caused {_time(lost)}"
         )
+    ahead = facts.counter(EXPERT_IO, "ahead_reads")
+    if ahead:
+        useful, wasted = (facts.counter(EXPERT_IO, name) for name in ("ahead_useful", "ahead_wasted"))
+        lines.append(f"ahead:   {ahead} experts read ahead for prompts, {useful} useful, {wasted} wasted")
     drafted, accepted = facts.counter(ROUTER, "drafts"), facts.counter(ROUTER, "accepted")
     if drafted:
         lines.append(f"drafts:  {accepted} of {drafted} accepted ({accepted / drafted:.0%}){_draft_text(report)}")

@@ -57,6 +57,9 @@ CELLS: dict[str, tuple[str, ...]] = {
         "pilot_wanted",
         "pilot_right",
         "pilot_paused",
+        "ahead_reads",
+        "ahead_useful",
+        "ahead_wasted",
     ),
     DRAFTER: ("drafts", "tokens", "rows"),
 }

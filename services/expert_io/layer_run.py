@@ -31,6 +31,7 @@ class LayerCounters:
     late_hits: int = 0
     misses: int = 0
     useful_guesses: int = 0
+    useful_ahead: int = 0
 
 
 @dataclass
@@ -67,7 +68,9 @@ class LayerRun:
             if slot is None:
                 (later if expert in self.passing else self._pending).append(expert)
                 continue
-            if slot.is_guess:
+            if slot.is_guess and slot.is_likely:
+                self.counters.useful_ahead += 1
+            elif slot.is_guess:
                 self.counters.useful_guesses += 1
                 self.right_guesses.append((self.layer, expert))
             if slot.state is SlotState.RESIDENT:
@@ -146,6 +149,11 @@ class LayerRun:
         self._pending.clear()
         self._ready.clear()
         self._loading.clear()
+
+    @property
+    def has_pending(self) -> bool:
+        """Experts still wait for a slot."""
+        return bool(self._pending)
 
     @property
     def has_ready(self) -> bool:

@@ -43,6 +43,8 @@ FEW_PAIRS = 32
 GUESS_SHARE = 0.25
 # Reads that fill free slots while the disk is idle: enough to keep it busy, few enough to be forgotten soon.
 WARM_READS = 2
+# A prompt that wants at least this share of a layer's experts will want as many of the next: they are read ahead unasked.
+AHEAD_SHARE = 0.5
 
 
 @dataclass
@@ -89,6 +91,7 @@ class ExpertIoService(Service):
         ctx.bus.add_fd(self._store.reader.fd, self._on_reads)
         self._load_usage()
         self._pilot = PilotAccount()
+        self._ahead: deque[Key] = deque()  # of the next layer, in file order
         self._hints: dict[int, tuple[int, set[int]]] = {}  # layer -> (step, what the newest hint names)
         self._frames_segment = Segment.attach(config.run_id, "frames")
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
@@ -174,12 +177,14 @@ class ExpertIoService(Service):
                 self._store.promote(slot)
             self._judge_guesses(visit, visit.run)
             self._issue(orders)
+            self._plan_ahead(visit.layer, len(passing))
             counters = visit.run.counters
             stage.n_bytes = pack_found(counters.hits, counters.late_hits, counters.misses)
             self._counters.add("hits", counters.hits)
             self._counters.add("late_hits", counters.late_hits)
             self._counters.add("misses", counters.misses)
             self._counters.add("pilot_useful", counters.useful_guesses)
+            self._counters.add("ahead_useful", counters.useful_ahead)
 
     def _batch_union(self, visit: Visit, gate_id: NDArray[np.int32]) -> list[int]:
         """The distinct experts, ascending; fills ``rows_of``: expert -> (rows, places in parts)."""
@@ -235,6 +240,29 @@ class ExpertIoService(Service):
             self._store.start_read(slot, speculative=True)
             self._counters.add("pilot_reads", 1)
             room -= 1
+
+    def _plan_ahead(self, layer: int, n_passing: int) -> None:
+        """Prefill streams the layers: the disk goes on with the next one while this one computes and the next attends."""
+        self._ahead.clear()
+        following = next((after for after in self._layers if layer < after < self._spec.n_layers), None)
+        if following is not None and n_passing >= AHEAD_SHARE * self._spec.n_experts:
+            self._ahead.extend((following, expert) for expert in range(self._spec.n_experts))
+            self._read_ahead()
+
+    def _read_ahead(self) -> None:
+        """Reads ahead as far as a prompt's part of the slots goes, once nobody waits for a slot."""
+        run = self._visit.run if self._visit else None
+        if run and run.has_pending:
+            return
+        while self._ahead and self._table.n_open_guesses < self._table.passing_limit:
+            key = self._ahead.popleft()
+            if self._table.find(key):
+                continue
+            slot = self._table.acquire(key, is_guess=True, is_likely=True)
+            if slot is None:
+                return
+            self._store.start_read(slot, speculative=True)
+            self._counters.add("ahead_reads", 1)
 
     def _judge_guesses(self, visit: Visit, run: LayerRun) -> None:
         """Books what the guesses for this layer were worth and stops those that are still being read in vain."""
@@ -390,6 +418,7 @@ class ExpertIoService(Service):
         self._counters.add("expert_rows", n_pairs)
         run.computed(taken)
         self._issue(run.more_reads())
+        self._read_ahead()
 
     def _reduce(self, visit: Visit) -> None:
         frame = self._frame(visit)
@@ -432,6 +461,7 @@ class ExpertIoService(Service):
 
     def _abandon(self) -> None:
         visit, self._visit = self._visit, None
+        self._ahead.clear()
         if visit and visit.run:
             visit.run.abandon()
 
@@ -454,6 +484,7 @@ class ExpertIoService(Service):
                 self._read_failed(visit, slot, fault)
             if visit and visit.run:
                 self._issue(visit.run.more_reads())
+        self._read_ahead()
         self._publish()
 
     def _publish(self) -> None:
@@ -467,6 +498,7 @@ class ExpertIoService(Service):
             ("io_busy_ns", counters.busy_ns),
             ("evictions", self._table.n_evicted),
             ("pilot_wasted", self._table.n_guesses_wasted),
+            ("ahead_wasted", self._table.n_ahead_wasted),
             ("pilot_saved_ns", self._pilot.totals.saved_ns),
             ("pilot_lost_ns", self._pilot.totals.lost_ns),
             ("pilot_wanted", self._pilot.totals.wanted),

@@ -7,6 +7,7 @@ one that nobody asked for when its layer came is the first to leave, before that
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -31,6 +32,7 @@ class Slot:
     generation: int = 0
     pins: int = 0
     is_guess: bool = False  # loaded on a hint and not yet asked for
+    is_likely: bool = False  # a guess that was nearly certain (read ahead for a prompt)
     is_doomed: bool = False  # its read was cancelled; free when the completion arrives
 
 
@@ -50,6 +52,7 @@ class SlotTable:
         self.last_evicted: Key | None = None  # by the last ``acquire``, None when a slot was free
         self.n_evicted = 0
         self.n_guesses_wasted = 0  # cancelled, or evicted without ever being asked for
+        self.n_ahead_wasted = 0  # the same of likely ones
 
     def find(self, key: Key) -> Slot | None:
         return self._of_key.get(key)
@@ -99,14 +102,18 @@ class SlotTable:
         if not slot.pins and slot.state is SlotState.RESIDENT and slot.key is not None:
             self.policy.add(slot.key)
 
-    def acquire(self, key: Key, *, is_guess: bool) -> Slot | None:
-        """A slot for ``key``, now LOADING and unpinned; None when every slot is needed (or warmer than a guess)."""
+    def acquire(self, key: Key, *, is_guess: bool, is_likely: bool = False) -> Slot | None:
+        """A slot for ``key``, now LOADING and unpinned; None when every slot is needed (or warmer than a guess).
+
+        ``is_likely``: a guess that is nearly certain may displace what is warmer; how many of those there are is the caller's
+        affair.
+        """
         assert key not in self._of_key
         self.last_evicted = None
         if self._free:
             slot = self.slots[self._free.pop()]
         else:
-            found = self._victim(self.policy.heat(key) if is_guess else None)
+            found = self._victim((math.inf if is_likely else self.policy.heat(key)) if is_guess else None)
             if found is None:
                 return None
             slot = found
@@ -118,6 +125,7 @@ class SlotTable:
         slot.generation += 1
         slot.pins = 0
         slot.is_guess = is_guess
+        slot.is_likely = is_likely
         slot.is_doomed = False
         self._of_key[key] = slot
         if is_guess:
@@ -137,7 +145,7 @@ class SlotTable:
         if slot.key is not None:
             self._of_key.pop(slot.key, None)
         slot.is_doomed = True
-        self.n_guesses_wasted += 1
+        self._waste(slot)
         self._guesses.pop(slot.index, None)
 
     def release(self, slot: Slot) -> None:
@@ -160,8 +168,14 @@ class SlotTable:
             self._of_key.pop(slot.key, None)
             self.policy.evicted(slot.key)
         if slot.is_guess:
-            self.n_guesses_wasted += 1
+            self._waste(slot)
         self._drop_guess(slot)
+
+    def _waste(self, slot: Slot) -> None:
+        if slot.is_likely:
+            self.n_ahead_wasted += 1
+        else:
+            self.n_guesses_wasted += 1
 
     def _drop_guess(self, slot: Slot) -> None:
         for guesses in (self._guesses, self._fresh, self._stale):

@@ -112,7 +112,8 @@ def test_demand_does_not_wait_for_a_store_that_warms_up(converted: Converted, tm
         assert ring.generate(prompt, 12).tokens == first
         warm(ring)
         counters = store._counters.read()
-        assert counters["reads"] == counters["misses"] + counters["warm_reads"] == counters["resident"]
+        n_reads = counters["misses"] + counters["warm_reads"] + counters["ahead_reads"]
+        assert counters["reads"] == n_reads == counters["resident"] + counters["ahead_wasted"]
 
 
 def test_without_a_history_nothing_is_written_and_with_one_at_most_once_a_minute(
@@ -182,3 +183,37 @@ def test_the_account_of_guesses_adds_up(pilot: str, converted: Converted, tmp_pa
         assert counters["pilot_saved_ns"] > 0
         hinted = [layer for layer in ring.spec.moe_layers if layer < ring.spec.n_layers][1:]
         assert sorted(account.recall_of) == hinted, "the first layer has nobody who could guess for it"
+
+
+def test_a_prompt_is_read_ahead_layer_by_layer_and_nothing_twice(converted: Converted, tmp_path: Path) -> None:
+    """Chunks that want most experts: the next layer's are read while this one computes; a chunk reads each once at most."""
+    model = converted("deepseek_v3", "int8")
+    prompt = (oracle_array("deepseek_v3", "prompt_ids").tolist() * 9)[:192]
+    with Ring(model, tmp_path, prefill_chunk=64) as ring:
+        expected = ring.generate(prompt, 4).tokens
+        spec = ring.spec
+    layers = [layer for layer in spec.moe_layers if layer < spec.n_layers]
+    n_slots = len(layers) * spec.n_experts * 3 // 4
+    with Ring(model, tmp_path, prefill_chunk=64, n_slots=n_slots, n_drafts=1) as ring:
+        store = ring.services["expert_io"]
+        reads: Counter[tuple[int, int]] = Counter()
+        start = store._store.start_read
+        step = [0]
+
+        def counted(slot: Any, *, speculative: bool) -> None:
+            if store._visit and store._visit.step != step[0]:
+                step[0] = store._visit.step
+                reads.clear()
+            reads[slot.key] += 1
+            assert reads[slot.key] == 1, "twice in one chunk"
+            assert slot.key[0] in layers or not speculative, "the MTP layer is not part of a chunk"
+            start(slot, speculative=speculative)
+
+        store._store.start_read = counted
+        assert ring.generate(prompt, 4).tokens == expected
+        store._publish()
+        counters = store._counters.read()
+    assert counters["ahead_reads"] > 0
+    assert counters["ahead_useful"] > 0.8 * counters["ahead_reads"]
+    assert counters["ahead_useful"] + counters["ahead_wasted"] <= counters["ahead_reads"]
+    assert counters["pilot_useful"] == counters["pilot_wasted"] == 0
