@@ -24,7 +24,7 @@ from typing import Any
 from bench.measure import MIB
 from bench.peers.engines import Engine, require_llama, run_group, run_llama
 from bench.peers.gguf_file import write_gguf
-from bench.peers.report import Comparison, Rates, as_json, as_text
+from bench.peers.report import OURS, Comparison, Rates, as_json, as_text
 from bench.peers.shapes import HEAD_TYPES, SHAPES, make_model
 from bench.roofline import BenchError
 from native.library import Pool
@@ -112,19 +112,22 @@ class Run:
             say(f"turn {turn + 1}: llama.cpp ({mode})")
             drop_cache(self.container)
             read_file(self.gguf)
-            try:
-                with run_llama(self.options.llama_python, self._llama_settings(mode), self.log) as llama:
-                    version = f"{llama.facts['version']} ({llama.facts['system']})"
-                    self._measure(llama, rates.setdefault(f"llama.cpp {mode}", Rates()), turn)
-            except BenchError as error:
-                say(f"{mode} does not count: {error}")
-                rates.pop(f"llama.cpp {mode}", None)
+            with (
+                self._turn(rates, f"llama.cpp {mode}") as found,
+                run_llama(self.options.llama_python, self._llama_settings(mode), self.log) as llama,
+            ):
+                version = f"{llama.facts['version']} ({llama.facts['system']})"
+                self._measure(llama, found, turn)
             drop_cache(self.gguf)
             say(f"turn {turn + 1}: colibri")
-            with private_dir() as run_dir, run_group(
-                self.container, run_dir, self.model.spec.vocab, self._group_arguments()
-            ) as group:  # fmt: skip
-                self._measure(group, rates.setdefault("colibri", Rates()), turn)
+            with (
+                self._turn(rates, OURS) as found,
+                private_dir() as run_dir,
+                run_group(self.container, run_dir, self.model.spec.vocab, self._group_arguments()) as group,
+            ):
+                self._measure(group, found, turn)
+        if OURS not in rates:
+            raise BenchError("our group answered in no turn (its words are above)")
         if len(rates) < 2:
             raise BenchError(f"llama.cpp ran with none of the settings {', '.join(modes)}; its words are in {self.log}")
         return Comparison(
@@ -139,6 +142,19 @@ class Run:
             bandwidth_bytes_s=statistics.median(self.bandwidths),
             rates=rates,
         )
+
+    @contextmanager
+    def _turn(self, rates: dict[str, Rates], name: str) -> Iterator[Rates]:
+        """What is measured inside counts when it was whole; a turn that breaks off spoils no other."""
+        found = Rates()
+        try:
+            yield found
+        except ColibriError as error:
+            say(f"  does not count: {error}")
+            return
+        whole = rates.setdefault(name, Rates())
+        whole.prefill += found.prefill
+        whole.decode += found.decode
 
     def _measure(self, engine: Engine, rates: Rates, turn: int) -> None:
         """The first calls bring every expert into memory (a prompt of some hundred tokens names them all) and don't count."""

@@ -57,6 +57,16 @@ def test_a_peer_that_breaks_off_does_not_count(tmp_path: Path) -> None:
     assert not list(models.iterdir())
 
 
+def test_a_group_that_does_not_start_is_said(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text('#!/bin/sh\n[ "$1" = -c ] && exit 0\nexit 6\n')
+    broken.chmod(0o755)
+    done = compare("--dir", str(tmp_path / "models"), "--llama-python", str(broken), "--ram", "1M")
+    assert done.returncode == 70
+    assert "colibri-up ended with 78" in done.stderr
+    assert "our group answered in no turn" in done.stderr
+
+
 def test_impossible_options_are_refused(tmp_path: Path) -> None:
     done = compare("--dir", str(tmp_path), "--dense", "9")
     assert done.returncode == 78
