@@ -11,6 +11,7 @@
 
 #define TASK_FLOATS 8192 /* queries times head_dim of one task: with keys and values it stays in the second-level cache */
 #define TASK_QUERIES 64
+#define VALUE_PAD 16 /* rows of values a power of two apart would share a few sets of the first-level cache */
 #define MIN_SPLIT_BLOCKS 4
 #define WAVE_FLOATS ((int64_t)4 << 20) /* sums of blocks computed apart at one time */
 
@@ -31,13 +32,15 @@ typedef struct {
 /* Where a thread's room holds what, for up to n_q queries. */
 typedef struct {
     float *keys, *values, *q, *s, *z, *m, *l, *mb, *lb, *f, *g;
+    int64_t ldv;
 } attend_room;
 
 static int64_t lay_out_room(const cb_gqa_layer *y, int64_t n_q, float *base, attend_room *r)
 {
     int64_t dim = y->head_dim, wide = cb_lanes(dim), at = 0;
+    r->ldv = wide + VALUE_PAD;
     float **part[] = {&r->keys, &r->values, &r->q, &r->s, &r->z, &r->m, &r->l, &r->mb, &r->lb, &r->f, &r->g};
-    int64_t floats[] = {CB_KV_BLOCK * dim, CB_KV_BLOCK * wide, n_q * dim, n_q * CB_KV_BLOCK, n_q * wide,
+    int64_t floats[] = {CB_KV_BLOCK * dim, CB_KV_BLOCK * r->ldv, n_q * dim, n_q * CB_KV_BLOCK, n_q * wide,
                         n_q, n_q, n_q, n_q, n_q, n_q};
     for (size_t i = 0; i < sizeof floats / sizeof *floats; i++) {
         *part[i] = base ? base + at : NULL;
@@ -60,29 +63,22 @@ static void load_block(const cb_gqa_call *c, int64_t block, int64_t kv_head, int
                        const float **keys, const float **values, int64_t *ldv)
 {
     const cb_gqa_layer *y = c->layer;
-    int64_t dim = y->head_dim, wide = cb_lanes(dim);
+    int64_t dim = y->head_dim;
     size_t start = cb_gqa_start(y, block, kv_head), values_at = start + (size_t)(CB_KV_BLOCK * dim);
-    *ldv = wide;
+    *keys = r->keys;
+    *values = r->values;
+    *ldv = r->ldv;
     if (c->step->kv_format == CB_KV_BF16) {
         const uint16_t *kv = c->step->kv;
         cb_kernels.attn->widen(kv + start, CB_KV_BLOCK * dim, r->keys);
-        if (wide == dim)
-            cb_kernels.attn->widen(kv + values_at, n * dim, r->values);
-        else
-            for (int64_t p = 0; p < n; p++)
-                cb_kernels.attn->widen(kv + values_at + p * dim, dim, r->values + p * wide);
-        *keys = r->keys;
-        *values = r->values;
+        for (int64_t p = 0; p < n; p++)
+            cb_kernels.attn->widen(kv + values_at + p * dim, dim, r->values + p * r->ldv);
         return;
     }
     const float *kv = c->step->kv;
     *keys = kv + start;
-    *values = kv + values_at;
-    if (wide == dim)
-        return;
     for (int64_t p = 0; p < n; p++)
-        memcpy(r->values + p * wide, kv + values_at + p * dim, (size_t)dim * sizeof(float));
-    *values = r->values;
+        memcpy(r->values + p * r->ldv, kv + values_at + p * dim, (size_t)dim * sizeof(float));
 }
 
 static void load_queries(const attend_arg *a, const row_group *group, int64_t kv_head, float *q)
