@@ -18,8 +18,8 @@ from tests.checkasm.gqa_cases import Cache, Dims, Result, perturbed, random_laye
 from tests.checkasm.kit import Rung, assert_same, guarded_copy
 from tests.reference.gqa_moe import Attention, attend, finish, queries_keys_values
 
-# Largest errors seen over all cases: 6e-6 on cached values, 1.5e-5 on x (whose values reach 20), 6e-6 on hidden.
-CACHE_BOUND, X_BOUND, HIDDEN_BOUND = 2e-5, 6e-5, 2e-5
+# Largest errors seen over all cases: 1.7e-6 on cached values, 8e-6 on x (whose values reach 16), 3.7e-6 on hidden.
+CACHE_BOUND, X_BOUND, HIDDEN_BOUND = 7e-6, 3e-5, 1.5e-5
 BF16_BOUND = 2.0**-8  # half a unit of the last place, relative
 
 CASES = {
