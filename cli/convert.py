@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from shared.container.convert import Conversion
+from shared.container.convert import VERSION, Conversion
 from shared.container.format import INDEX_NAME, PRECISIONS
+from shared.container.reader import Container
 
 
 @click.command("convert")
@@ -31,6 +32,11 @@ def command(source: Path, out: Path, precision: str, threads: int) -> None:
     if (out / INDEX_NAME).exists() and conversion.is_finished(out):
         click.echo(f"{out} already is a container of this config.json in {precision}; nothing to do.")
         click.echo("If the weights have changed since, convert them to another directory.")
+        made_by = Container.open(out).converter.version
+        if made_by != VERSION:
+            click.echo(
+                f"Converter {made_by} made it, this is {VERSION}: another directory would get other, better roundings."
+            )
         return
     total = conversion.plan.dense_bytes + conversion.plan.expert_bytes
     with click.progressbar(length=total, label="converting", show_pos=False, show_eta=True) as bar:

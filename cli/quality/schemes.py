@@ -42,18 +42,14 @@ def _int4(w: F32, group: int) -> F32:
     return np.ascontiguousarray(values.reshape(len(w), -1)[:, :width])
 
 
-def _int4_signed(w: F32, factors: tuple[float, ...] = (1.0,)) -> F32:
-    """Groups of 64 whose largest value becomes -8: the scale takes its sign, and steps are 7/8 as wide as with max / 7.
-
-    With several ``factors`` of that scale (and of max / 7), each group keeps the one with the least square error.
-    Containers don't do this today; the kernels would read such scales as they are.
+def _int4_searched(w: F32, divisors: tuple[float, ...]) -> F32:
+    """Groups of 64, each with the scale that has the least square error, of v / d for negative and |v| / d for positive
+    divisors d; v is the value of largest magnitude. No container is made so.
     """
     width = w.shape[1]
     groups = np.pad(w, ((0, 0), (0, -width % GROUP))).reshape(len(w), -1, GROUP)
     largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], axis=2)
-    scales = [largest / np.float32(-8.0) * np.float32(f) for f in factors]
-    if len(factors) > 1:
-        scales += [np.abs(largest) / np.float32(7.0) * np.float32(f) for f in factors]
+    scales = [(largest if d < 0 else np.abs(largest)) / np.float32(d) for d in divisors]
     best = np.zeros_like(groups)
     least = np.full((*groups.shape[:2], 1), np.inf, np.float32)
     for exact in scales:
@@ -71,19 +67,17 @@ def _int8(w: F32) -> F32:
     return q.astype(np.float32) * scale[:, None]
 
 
+_FITTED = tuple(d / f for d in (-8.0, 7.0) for f in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7))
+"""-8: what containers do; 7: steps of the same width on both sides, -8 left unused; each also narrower, which clips."""
+
 SCHEMES: Mapping[str, Scheme] = {
     "f32": Scheme(32, lambda w: w),
     "bf16": Scheme(16, lambda w: from_bf16(to_bf16(w))),
     "int8": Scheme(8, _int8, scale_bytes=4),
     "int4-gs32": Scheme(4, lambda w: _int4(w, 32), scale_bytes=2, group=32),
     "int4-gs64": Scheme(4, lambda w: _int4(w, GROUP), scale_bytes=2, group=GROUP),
-    "int4-gs64-signed": Scheme(4, _int4_signed, scale_bytes=2, group=GROUP),
-    "int4-gs64-fitted": Scheme(
-        4,
-        lambda w: _int4_signed(w, (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)),
-        scale_bytes=2,
-        group=GROUP,
-    ),
+    "int4-gs64-fitted": Scheme(4, lambda w: _int4_searched(w, _FITTED), scale_bytes=2, group=GROUP),
+    "int4-gs64-max7": Scheme(4, lambda w: _int4_searched(w, (7.0,)), scale_bytes=2, group=GROUP),
     "int4-row": Scheme(4, lambda w: _int4(w, 0), scale_bytes=2),
 }
 
@@ -145,7 +139,7 @@ def candidate_lanes() -> list[Lane]:
     lanes = [
         Lane("weights f32", "formats", {}, INT8_INPUTS),
     ]
-    for scheme in ("int8", "int4-gs32", "int4-gs64-fitted", "int4-gs64-signed", "int4-gs64", "int4-row"):
+    for scheme in ("int8", "int4-gs32", "int4-gs64-fitted", "int4-gs64", "int4-gs64-max7", "int4-row"):
         formats = {**dict.fromkeys(body, scheme), **dict.fromkeys(tables, "int8")}
         lanes += [Lane(scheme, "formats", formats), Lane(scheme, "formats", formats, INT8_INPUTS)]
     for role in (*body, *tables):

@@ -59,10 +59,12 @@ def read_shape(config: dict[str, Any]) -> Shape:
 
 
 def quantize_int4(weight: Tensor, group: int = 64) -> Tensor:
-    """Round to a grid of 16 steps around zero, one f16 scale per `group` inputs; returns f32 values."""
+    """Round to 16 steps, one f16 scale per `group` inputs; the value of largest magnitude is step -8. Returns f32 values."""
     blocks = weight.float().reshape(*weight.shape[:-1], -1, group)
-    scale = (blocks.abs().amax(-1, keepdim=True) / 7).half().float().clamp_min(1e-8)
-    return ((blocks / scale).round().clamp(-8, 7) * scale).reshape(weight.shape)
+    highest, lowest = blocks.amax(-1, keepdim=True), blocks.amin(-1, keepdim=True)
+    scale = (torch.where(-lowest >= highest, lowest, highest) / -8).half().float()
+    steps = (blocks / torch.where(scale == 0, 1.0, scale)).round().clamp(-8, 7)
+    return (steps * scale).reshape(weight.shape)
 
 
 def quantize_int8(weight: Tensor) -> Tensor:

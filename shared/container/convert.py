@@ -30,7 +30,8 @@ from shared.container.writer import ContainerWriter
 from shared.errors import ConfigError, ContainerError
 from shared.model_spec import ModelSpec
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
+"""Raised whenever the same checkpoint would give other bytes; unfinished work of another version is refused."""
 
 COPIED_FILES = (
     "config.json",

@@ -143,24 +143,33 @@ def quantise_rows(w: F32) -> tuple[npt.NDArray[np.int8], F32]:
 
 
 def quantise_groups(w: F32, group: int = GROUP) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float16]]:
-    """w f32[rows, groups * group] -> q i8 in -8..7 of the same shape and scales f16[rows, groups].
+    """w f32[rows, groups * group] -> q i8 in -8..7 of the same shape and scales f16[rows, groups], which may be negative.
 
-    The scale is f16(max|w| / 7), raised to the next f16 where rounding down would push the largest value out of range.
+    Of each group, v is the value of largest magnitude; where both +m and -m are, the negative one. The scale is
+    s = f16(v / -8), so that v itself becomes step -8 and all 16 steps are used. Where rounding took so much of s that v
+    would lie more than half a step outside (|v| > 8.5 |s|, in f16's denormal range alone), s is the next f16 away from
+    zero. q = rint(w / s) clamped to -8..7: a value of the other sign beyond 7.5 steps becomes 7, up to one step short.
+    A group of zeros has s = +0 and q = 0; no other group's scale is 0.
+
+    ValueError when a value is not finite, or beyond 8 * 65504.
     """
     grouped = w.reshape(w.shape[0], -1, group)
-    largest = np.abs(grouped).max(axis=2).astype(np.float32)
+    highest, lowest = grouped.max(axis=2), grouped.min(axis=2)
+    largest = np.where(-lowest >= highest, lowest, highest).astype(np.float32)
     _require_finite(largest)
-    wanted = largest / np.float32(7.0)
-    if wanted.size and float(wanted.max()) > float(_F16_MAX):
-        raise ValueError(f"a weight of {float(largest.max()):g} is too large for int4 (at most {7 * 65504})")
+    wanted = largest / np.float32(-8.0)
+    wanted += np.float32(0.0)  # -0 becomes +0
+    if wanted.size and float(np.abs(wanted).max()) > float(_F16_MAX):
+        too_large = float(largest.flat[np.abs(wanted).argmax()])
+        raise ValueError(f"a weight of {too_large:g} is too large for int4 (at most {8 * 65504} in magnitude)")
     scale = wanted.astype(np.float16)
     wide = scale.astype(np.float32)
-    clips = largest >= np.float32(7.5) * wide
-    clips &= largest > 0
+    clips = np.abs(largest) > np.float32(8.5) * np.abs(wide)
     if clips.any():
-        scale[clips] = np.nextafter(scale[clips], np.float16(np.inf))
+        away = np.copysign(np.float16(np.inf), wanted[clips]).astype(np.float16)
+        scale[clips] = np.nextafter(scale[clips], away)
         wide = scale.astype(np.float32)
-    safe = np.where(wide > 0, wide, np.float32(1.0))
+    safe = np.where(wide != 0, wide, np.float32(1.0))
     q = grouped / safe[:, :, None]
     np.rint(q, out=q)
     np.clip(q, -8.0, 7.0, out=q)

@@ -93,20 +93,11 @@ _TINY: Mapping[str, Any] = {
 PRESETS: Mapping[str, tuple[Mapping[str, Any], int]] = {"glm-5.2": (_GLM_5_2, 4), "tiny": (_TINY, 4)}
 """Name -> (config.json, layers by default)."""
 
-_Q4_RMS = float(np.sqrt(np.mean(np.square([*range(-7, 8), 0]))))
+_Q4_RMS = float(np.sqrt(np.mean(np.square(np.arange(-8, 8)))))
 _Q8_RMS = float(np.sqrt(np.mean(np.square(np.arange(-127, 128)))))
 
 
-def _nibble_table() -> U8:
-    """A random byte -> two nibbles of -7 .. 7, stored + 8, with zero mean: -8 would have no partner, so it becomes 0."""
-    byte = np.arange(256)
-    low, high = byte & 15, byte >> 4
-    table: U8 = (np.where(low == 0, 8, low) | np.where(high == 0, 8, high) << 4).astype(np.uint8)
-    return table
-
-
-_NIBBLES = _nibble_table()
-_BYTES = np.where(np.arange(256) == 0, 128, np.arange(256)).astype(np.uint8)
+_Q8_STEPS = np.where(np.arange(256) == 0, 128, np.arange(256)).astype(np.uint8)
 
 
 class Synthesis:
@@ -206,11 +197,14 @@ def _normal(rng: np.random.Generator, shape: tuple[int, int], gain: float) -> F3
 
 def _random_quants(rng: np.random.Generator, fmt: str, n_bytes: int) -> U8:
     raw = rng.integers(0, 1 << 64, n_bytes // 8, np.uint64).view(np.uint8)
-    return (_NIBBLES if fmt == "q4" else _BYTES)[raw]
+    return raw if fmt == "q4" else _Q8_STEPS[raw]
 
 
 def _random_scales(rng: np.random.Generator, fmt: str, n_bytes: int, in_: int, gain: float) -> npt.NDArray[Any]:
     dtype = np.dtype(np.float16 if fmt == "q4" else np.float32)
     middle = gain / np.sqrt(in_) / (_Q4_RMS if fmt == "q4" else _Q8_RMS)
-    scales: npt.NDArray[Any] = (middle * rng.uniform(0.8, 1.2, n_bytes // dtype.itemsize)).astype(dtype)
-    return scales
+    scales: npt.NDArray[Any] = middle * rng.uniform(0.8, 1.2, n_bytes // dtype.itemsize)
+    if fmt == "q4":
+        # As the converter's are. It also gives zero mean to steps that reach from -8 to 7.
+        scales *= rng.choice([-1.0, 1.0], scales.size)
+    return scales.astype(dtype)

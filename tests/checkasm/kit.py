@@ -226,7 +226,8 @@ def random_matrix(rng: np.random.Generator, fmt: str, act: int, out: int, in_: i
         if fmt == "q8":
             scale.view(np.float32)[:] = rng.uniform(0.01, 2, scale.size // 4)
         else:
-            scale.view(np.float16)[:] = rng.uniform(0.01, 2, scale.size // 2)
+            n = scale.size // 2
+            scale.view(np.float16)[:] = rng.uniform(0.01, 2, n) * rng.choice([-1, 1], n)
     return Packed(fmt, act, out, in_, weight, scale)
 
 

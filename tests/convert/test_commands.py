@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shared.container.convert import VERSION
 from shared.container.reader import Container
 from tests.oracle import oracle_dir
 
@@ -74,6 +75,12 @@ def test_convert_prints_the_plan_and_is_repeatable(tmp_path: Path) -> None:
     assert "nothing to do" in again.stdout
     assert "never overwritten" in fails(78, "convert", oracle_dir("glm_moe_dsa_fp8"), out, "--precision", "int8")
     assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()} == before
+    assert "Converter" not in again.stdout
+    index = out / "colibri.json"
+    index.write_text(index.read_text().replace(f'"version": "{VERSION}"', '"version": "0.1.0"'))
+    again = colibri("convert", oracle_dir("glm_moe_dsa_fp8"), out)
+    assert again.returncode == 0
+    assert f"Converter 0.1.0 made it, this is {VERSION}" in again.stdout
 
 
 def test_convert_refuses_with_a_sentence(tmp_path: Path) -> None:

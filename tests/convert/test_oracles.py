@@ -69,10 +69,10 @@ def quantised(value: np.ndarray, fmt: str) -> np.ndarray:
             continue
         for start in range(0, len(row), 64):
             group = row[start : start + 64]
-            largest = np.float32(np.abs(group).max())
-            f16 = np.float16(largest / np.float32(7))
-            if largest and largest >= np.float32(7.5) * np.float32(f16):
-                f16 = np.nextafter(f16, np.float16(np.inf))
+            first = min(group, key=lambda value: (-abs(value), value))
+            f16 = np.float16(first / np.float32(-8))
+            if abs(first) > np.float32(8.5) * abs(np.float32(f16)):
+                f16 = np.nextafter(f16, np.float16(-np.inf if first > 0 else np.inf))
             scale = np.float32(f16)
             q = np.clip(np.rint(group / scale), -8, 7) if scale else np.zeros_like(group)
             result[r, start : start + 64] = q.astype(np.float32) * scale

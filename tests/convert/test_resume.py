@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.container.convert import Conversion
+from shared.container import convert
+from shared.container.convert import VERSION, Conversion
 from shared.container.reader import Container
 from shared.container.writer import ContainerWriter
 from shared.errors import CapacityError, ContainerError
@@ -149,6 +150,15 @@ def test_damaged_leftovers_are_made_again(converted: Converted, tmp_path: Path, 
         final.write_bytes(final.read_bytes()[:-1])
     Conversion(oracle_dir(NAME), PRECISION).run(out)
     assert_same(out, converted(NAME, PRECISION))
+
+
+def test_another_converter_does_not_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its quantisers may be other ones: half of the experts would be rounded in one way and half in another."""
+    out = tmp_path / "out"
+    partial_conversion(out)
+    monkeypatch.setattr(convert, "VERSION", "0.0.1")
+    with pytest.raises(ContainerError, match=rf"unfinished work.*version: '{VERSION}' then, '0.0.1' now"):
+        Conversion(oracle_dir(NAME), PRECISION).run(out)
 
 
 def test_other_arguments_do_not_continue(tmp_path: Path) -> None:

@@ -89,10 +89,13 @@ def test_unpacking_is_exact_or_within_half_a_step(out: int, in_: int) -> None:
     assert np.array_equal(unpack_matrix(*pack_matrix(w, "bf16"), "bf16", out, in_), from_bf16(to_bf16(w)))
     step8 = np.abs(w).max(axis=1, keepdims=True) / 127
     assert (np.abs(unpack_matrix(*pack_matrix(w, "q8"), "q8", out, in_) - w) <= step8 * 0.5001).all()
-    step4 = np.repeat(np.abs(np.pad(w, ((0, 0), (0, -in_ % 64)))).reshape(out, -1, 64).max(axis=2) / 7, 64, axis=1)[
-        :, :in_
-    ]
-    assert (np.abs(unpack_matrix(*pack_matrix(w, "q4"), "q4", out, in_) - w) <= step4 * 0.501 + 2**-25).all()
+    q4 = pack_matrix(w, "q4")
+    error4 = np.abs(unpack_matrix(*q4, "q4", out, in_) - w)
+    step4 = np.repeat(unpack_quants(*q4, "q4", out, in_)[1], 64, axis=1)[:, :in_]
+    # Beyond step 7 a value of the other sign than the largest is clipped: up to a whole step is lost.
+    is_clipped = w / np.where(step4 == 0, np.inf, step4) > 7.5
+    assert (error4 <= np.abs(step4) * np.where(is_clipped, 1.005, 0.501)).all()
+    assert is_clipped.mean() < 0.05
 
 
 def test_large_matrices_are_packed_in_pieces_alike() -> None:
@@ -106,17 +109,64 @@ def test_large_matrices_are_packed_in_pieces_alike() -> None:
             assert np.array_equal(np.concatenate([p[1] for p in parts if p[1] is not None]), scale)
 
 
-def test_q4_scale_is_raised_where_rounding_down_would_clip() -> None:
+@pytest.mark.parametrize("sign", [1, -1])
+def test_q4_scale_is_raised_where_rounding_down_would_clip(sign: int) -> None:
     """In f16's denormal range a scale loses so much that the largest weight would not fit: then the next f16 is taken."""
-    tiny = float(np.float16(2**-24))
-    for largest in (7.49 * tiny, 7.5 * tiny, 10.4 * tiny, 7 * 2.4 * tiny, 2.0**-27):
+    tiny = 2.0**-24
+    for steps, n_tiny, q_largest in (
+        (1e-3, 1, 0), (0.4, 1, 0), (4.0, 1, -4), (8.4, 1, -8), (8.5, 1, -8), (8.6, 2, -4), (12.0, 2, -6), (16.9, 2, -8),
+        (17.1, 3, -6), (19.3, 3, -6), (25.4, 3, -8), (25.6, 4, -6), (27.9, 4, -7), (33.9, 4, -8), (34.1, 5, -7),
+    ):  # fmt: skip
         w = np.zeros((1, 64), np.float32)
-        w[0, 3] = largest
+        w[0, 3] = sign * steps * tiny
         q, scale = quantise_groups(w)
-        wide = float(scale[0, 0])
-        assert wide > 0 or largest < tiny / 2
-        assert 0 <= q[0, 3] <= 7
-        assert abs(q[0, 3] * wide - largest) <= max(wide / 2, tiny / 2)
+        assert scale[0, 0] == -sign * n_tiny * tiny, f"{steps}: {scale[0, 0] / tiny} instead of {n_tiny}"
+        assert q[0, 3] == q_largest, steps
+        assert not q[0, :3].any() and not q[0, 4:].any()
+
+
+def test_q4_the_largest_value_is_step_minus_eight() -> None:
+    w = np.random.default_rng(5).standard_normal((500, 192)).astype(np.float32)
+    q, scale = quantise_groups(w)
+    at = np.abs(w).reshape(500, 3, 64).argmax(axis=2)[:, :, None]
+    largest = np.take_along_axis(w.reshape(500, 3, 64), at, axis=2)[:, :, 0]
+    assert (np.take_along_axis(q.reshape(500, 3, 64), at, axis=2) == -8).all()
+    assert np.array_equal(scale, (largest / -8).astype(np.float16))
+    assert 0.4 < (scale < 0).mean() < 0.6
+    assert set(np.unique(q)) == set(range(-8, 8))
+    # The other way round everything is the same, but for the sign of the scale.
+    q_of_minus, scale_of_minus = quantise_groups(-w)
+    assert np.array_equal(q_of_minus, q) and np.array_equal(scale_of_minus, -scale)
+
+
+def test_q4_of_two_largest_the_negative_one_counts() -> None:
+    for at, other in ((3, 40), (40, 3)):
+        w = np.zeros((1, 64), np.float32)
+        w[0, at], w[0, other] = 4.0, -4.0
+        q, scale = quantise_groups(w)
+        assert scale[0, 0] == 0.5
+        assert (q[0, at], q[0, other]) == (7, -8)
+
+
+def test_q4_of_zeros_is_plain_zero() -> None:
+    """Whatever their signs: padding and emptiness have one form, and a scale of -0 is not it."""
+    w = np.zeros((3, 64), np.float32)
+    w[1] = -0.0
+    w[2, ::2] = -0.0
+    q, scale = quantise_groups(w)
+    assert not q.any()
+    assert not scale.view(np.uint16).any()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_q4_reaches_as_far_as_f16_scales(sign: int) -> None:
+    w = np.zeros((2, 64), np.float32)
+    w[1, 9] = sign * 8 * 65504
+    q, scale = quantise_groups(w)
+    assert q[1, 9] == -8 and scale[1, 0] == -sign * 65504
+    w[1, 9] = np.nextafter(w[1, 9], np.float32(sign * np.inf))
+    with pytest.raises(ValueError, match=rf"a weight of {'-' if sign < 0 else ''}524032 is too large.*at most 524032"):
+        quantise_groups(w)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

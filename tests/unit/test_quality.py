@@ -16,7 +16,6 @@ from cli.quality.text import cut, default_text, read_documents
 from native.kernels import linear
 from native.library import Pool
 from native.matrix import ACT_F32, ACT_Q8, matrix
-from shared.container import pack
 from shared.container.pack import pack_matrix, scale_bytes, unpack_matrix, weight_bytes
 from shared.container.reader import aligned_buffer
 from shared.errors import ConfigError
@@ -108,7 +107,7 @@ def test_smaller_groups_shield_from_outliers() -> None:
     assert not np.array_equal(SCHEMES["int4-row"].round(w)[:, 32:], SCHEMES["int4-row"].round(calm)[:, 32:])
 
 
-def test_a_signed_scale_uses_all_sixteen_steps() -> None:
+def test_the_containers_scale_uses_all_sixteen_steps() -> None:
     w = np.random.default_rng(8).normal(size=(64, 200)).astype(np.float32)
     w[3, :64] = 0
     w[4, 10] = -9
@@ -116,32 +115,25 @@ def test_a_signed_scale_uses_all_sixteen_steps() -> None:
     def error(name: str) -> float:
         return float(np.square(SCHEMES[name].round(w) - w).sum())
 
-    assert error("int4-gs64-fitted") < error("int4-gs64-signed") < 0.9 * error("int4-gs64")
-    assert SCHEMES["int4-gs64-signed"].bytes_per_weight(128) == SCHEMES["int4-gs64"].bytes_per_weight(128)
-    rounded = SCHEMES["int4-gs64-signed"].round(w)
+    assert error("int4-gs64-fitted") < error("int4-gs64") < 0.9 * error("int4-gs64-max7")
+    for name in ("int4-gs64-fitted", "int4-gs64-max7"):
+        assert SCHEMES[name].bytes_per_weight(128) == SCHEMES["int4-gs64"].bytes_per_weight(128)
+    symmetric = SCHEMES["int4-gs64-max7"].round(w)
+    assert np.array_equal(symmetric, -SCHEMES["int4-gs64-max7"].round(-w))
+    assert symmetric.max(axis=1) == pytest.approx(w.max(axis=1), rel=0.15), "nothing is clipped"
+    rounded = SCHEMES["int4-gs64"].round(w)
     assert not rounded[3, :64].any()
     assert rounded[4, 10] == -9, "9 / 8 is an f16, so the largest value is met exactly"
     steps = np.abs(np.diff(np.unique(rounded[5, 64:128])))
     assert len(np.unique(rounded[5, 64:128])) <= 16 and steps.min() > 0
 
 
-def test_kernels_read_negative_scales_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that signed scales would be a change of the converter alone."""
+def test_kernels_read_negative_scales_as_they_are() -> None:
     w = np.random.default_rng(9).normal(size=(32, 128)).astype(np.float32)
     x = np.random.default_rng(10).normal(size=(5, 128)).astype(np.float32)
-
-    def signed(values: np.ndarray, group: int = 64) -> tuple[np.ndarray, np.ndarray]:
-        groups = values.reshape(len(values), -1, group)
-        at = np.abs(groups).argmax(axis=2)[:, :, None]
-        scale = (np.take_along_axis(groups, at, axis=2) / -8).astype(np.float16)
-        q = np.clip(np.rint(groups / scale.astype(np.float32)), -8, 7).astype(np.int8)
-        return q.reshape(values.shape), scale[:, :, 0]
-
-    monkeypatch.setattr(pack, "quantise_groups", signed)
     weight, scale = pack_matrix(w, "q4")
     assert scale is not None and (scale.view(np.float16) < 0).any()
-    rounded = SCHEMES["int4-gs64-signed"].round(w)
-    assert np.array_equal(unpack_matrix(weight, scale, "q4", 32, 128), rounded)
+    rounded = unpack_matrix(weight, scale, "q4", 32, 128)
     out = np.empty((5, 32), np.float32)
     aligned = [aligned_buffer(part.nbytes) for part in (weight, scale)]
     for buffer, part in zip(aligned, (weight, scale)):

@@ -183,8 +183,11 @@ static cb_matrix random_matrix(int format, int act, int64_t out, int64_t in, int
         ((uint16_t *)w)[i] = (uint16_t)(bits_of(value() * size) >> 16);
     for (int64_t i = 0; format == CB_Q8 && i < scale_bytes / 4; i++)
         ((float *)s)[i] = (0.5f + 0.5f * fabsf(value())) * size / 64;
-    for (int64_t i = 0; format == CB_Q4 && i < scale_bytes / 2; i++) /* f16: 2^-5 .. 2^-4, or a denormal now and then */
-        ((uint16_t *)s)[i] = (uint16_t)(next() % 16 ? 10 << 10 | (next() >> 54) : next() >> 54);
+    for (int64_t i = 0; format == CB_Q4 && i < scale_bytes / 2; i++) { /* f16 of either sign: 2^-5 .. 2^-4, or a denormal */
+        uint64_t sign = next() >> 63 << 15;
+        ((uint16_t *)s)[i] = (uint16_t)(sign | (next() % 16 ? 10 << 10 : 0));
+        ((uint16_t *)s)[i] |= (uint16_t)(next() >> 54);
+    }
     return (cb_matrix){.weight = w, .scale = s, .out = out, .in = in, .format = format, .act = act};
 }
 
