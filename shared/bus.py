@@ -1,8 +1,9 @@
 """Typed sockets, their options and the poll loop; the only module that imports zmq. Carries no business logic.
 
-Data plane: PUSH -> PULL, one PULL socket per receiver, messages as in ``codec``. A send never blocks: it says False when
-the receiver is absent or its queue is full, and that is an event for the sender to handle. Control plane: DEALER to the
-router's ROUTER socket, messages of ``shared.messages.control``. One thread owns a bus and everything it polls.
+Data plane: messages as in ``codec``, as datagrams between the engine's services (``datagrams``), PUSH -> PULL to and from
+the gateway. A send never blocks: it says False when the receiver is absent or its queue is full, and that is an event for
+the sender to handle. Control plane: DEALER to the router's ROUTER socket, messages of ``shared.messages.control``. One
+thread owns a bus and everything it polls.
 
 Who uses what: the four engine services ``Bus`` and ``ControlClient`` (through ``lifecycle.run_service``); the router
 ``ControlServer`` besides; the gateway ``AsyncBus`` and ``ControlClient`` (through ``lifecycle.run_service_async``); tools
@@ -11,6 +12,7 @@ Who uses what: the four engine services ``Bus`` and ``ControlClient`` (through `
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -20,7 +22,8 @@ import msgspec
 import zmq
 
 from shared.codec import BadMessage, Decoder, Encoder, Received
-from shared.endpoints import SENDS_TO, SERVICES, Endpoints
+from shared.datagrams import DatagramInbox, DatagramOutbox
+from shared.endpoints import SENDS_TO, SERVICES, Endpoints, is_direct, senders_to
 from shared.log import Log
 from shared.messages import control
 from shared.messages.base import Msg
@@ -106,33 +109,46 @@ class _DataSockets:
         self._last_sequence: dict[str, int] = {}
         self._sequence: dict[str, int] = {}
         self._push: dict[str, Any] = {}
-        self._pull = context.socket(zmq.PULL)
-        _set_options(self._pull)
-        self._pull.bind(endpoints.data(service))
+        self._direct: dict[str, DatagramOutbox] = {}
+        self._inbox: DatagramInbox | None = None
+        if any(is_direct(sender, service) for sender in senders_to(service)):
+            self._inbox = DatagramInbox(endpoints.direct(service))
+        self._pull: Any = None
+        if not all(is_direct(sender, service) for sender in senders_to(service)):
+            self._pull = context.socket(zmq.PULL)
+            _set_options(self._pull)
+            self._pull.bind(endpoints.data(service))
         # Plain sockets even under asyncio: sends never wait, so they need no event loop.
         self._plain = _plain_context(context)
         for peer in SENDS_TO.get(service, ()) if peers is None else peers:
+            self._sequence[peer] = 0
+            if is_direct(service, peer):
+                self._direct[peer] = DatagramOutbox(endpoints.direct(peer))
+                continue
             socket = self._plain.socket(zmq.PUSH)
             _set_options(socket)
             socket.connect(endpoints.data(peer))
             self._push[peer] = socket
-            self._sequence[peer] = 0
 
     def send(self, receiver: str, msg: Msg) -> bool:
         """Sends without waiting. False: refused, because the receiver is absent or its queue is full."""
         sequence = self._sequence[receiver]
-        try:
-            self._push[receiver].send(self._encoder.encode(msg, sequence), zmq.NOBLOCK)
-        except zmq.Again:
+        frame = self._encoder.encode(msg, sequence)
+        outbox = self._direct.get(receiver)
+        if outbox is None:
+            try:
+                self._push[receiver].send(frame, zmq.NOBLOCK)
+                is_sent = True
+            except zmq.Again:
+                is_sent = False
+        else:
+            is_sent = outbox.send(frame)
+        if not is_sent:
             self.counters.refused += 1
             return False
         self._sequence[receiver] = sequence + 1
         self.counters.sent += 1
         return True
-
-    def can_send(self, receiver: str) -> bool:
-        """Whether the receiver's socket is connected and has room."""
-        return bool(self._push[receiver].getsockopt(zmq.EVENTS) & zmq.POLLOUT)
 
     def peer_changed(self, service: str, incarnation: int) -> None:
         """From now on, messages of older incarnations of ``service`` are dropped."""
@@ -145,7 +161,7 @@ class _DataSockets:
             self._warned_at = now
             self.log.warning(event, **fields)
 
-    def accept(self, frame: bytes) -> Received | None:
+    def accept(self, frame: bytes | memoryview) -> Received | None:
         """Decodes and checks one frame; None when it was dropped (and counted)."""
         try:
             received, sequence = self._decoder.decode(frame)
@@ -174,7 +190,11 @@ class _DataSockets:
         return self._plain
 
     def close(self, linger_ms: int = LINGER_MS) -> None:
-        """The one exit path: every socket of the context goes, unsent messages get ``linger_ms``."""
+        """The one exit path: every socket goes, messages that ZeroMQ still holds get ``linger_ms``."""
+        if self._inbox:
+            self._inbox.close()
+        for outbox in self._direct.values():
+            outbox.close()
         if self._plain is self._context:
             self._context.destroy(linger=linger_ms)
         else:
@@ -206,7 +226,10 @@ class Bus(_DataSockets):
         context: zmq.Context[Any] = zmq.Context()
         super().__init__(context, endpoints, service, incarnation, receives, peers, log)
         self._poller = zmq.Poller()
-        self._poller.register(self._pull, zmq.POLLIN)
+        if self._inbox:
+            self._poller.register(self._inbox.fd, zmq.POLLIN)
+        if self._pull:
+            self._poller.register(self._pull, zmq.POLLIN)
         self._callbacks: dict[Any, Callable[[], object]] = {}
         self._unsent: dict[str, deque[Msg]] = {}
 
@@ -247,24 +270,34 @@ class Bus(_DataSockets):
             self._send_unsent()
             timeout_ms = min(timeout_ms, RECONNECT_MS) if self._unsent else timeout_ms
         ready = self._poller.poll(int(timeout_ms))
-        has_data = False
+        out: list[Received] = []
+        data_from: list[Callable[[], list[Received]]] = []
         for socket, _ in ready:
             callback = self._callbacks.get(socket)
-            if callback is None:
-                has_data = True
-            else:
+            if callback:
                 callback()
-        if not has_data:
-            return []
+            else:
+                data_from.append(self._pulled if socket is self._pull else self._direct_ones)
+        for receive in data_from:
+            out += receive()
+        return out
+
+    def _direct_ones(self) -> list[Received]:
+        assert self._inbox
         out: list[Received] = []
-        recv = self._pull.recv
-        try:
+        for frame in self._inbox.frames(MAX_BATCH):
+            received = self.accept(frame)
+            if received is not None:
+                out.append(received)
+        return out
+
+    def _pulled(self) -> list[Received]:
+        out: list[Received] = []
+        with contextlib.suppress(zmq.Again):
             for _ in range(MAX_BATCH):
-                received = self.accept(recv(zmq.NOBLOCK))
+                received = self.accept(self._pull.recv(zmq.NOBLOCK))
                 if received is not None:
                     out.append(received)
-        except zmq.Again:
-            pass
         return out
 
 

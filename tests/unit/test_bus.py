@@ -14,6 +14,7 @@ import zmq
 
 from shared.bus import AsyncBus, Bus, ControlClient, ControlServer, Received
 from shared.codec import HEADER, BadMessage, Decoder, Encoder
+from shared.datagrams import MAX_FRAME_BYTES, DatagramOutbox
 from shared.endpoints import Endpoints
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.attention import StepAbandoned, StepPlan
@@ -85,17 +86,56 @@ def test_posted_message_waits_for_a_peer_that_starts_later(make_bus: MakeBus) ->
     assert [received.msg.layer for received in found] == [2, 3]
 
 
-def test_full_queue_is_refused_not_waited_for(make_bus: MakeBus) -> None:
+@pytest.mark.parametrize("sender", ["attention", "gateway"])
+def test_full_queue_is_refused_not_waited_for(make_bus: MakeBus, sender: str) -> None:
     make_bus("router", 1, (HiddenReady,))  # never reads
-    attention = make_bus("attention")
-    send_when_connected(attention, "router", HiddenReady(0, 0, 0, 1))
+    bus = make_bus(sender)
+    send_when_connected(bus, "router", HiddenReady(0, 0, 0, 1))
     begin = time.monotonic()
     n_sent = 0
-    while n_sent < 1_000_000 and attention.send("router", HiddenReady(n_sent, 0, 0, 1)):
+    while n_sent < 1_000_000 and bus.send("router", HiddenReady(n_sent, 0, 0, 1)):
         n_sent += 1
-    assert attention.counters.refused >= 1
+    assert bus.counters.refused >= 1
     assert n_sent < 1_000_000
     assert time.monotonic() - begin < 30
+
+
+def test_posted_messages_survive_a_full_queue_in_order(make_bus: MakeBus) -> None:
+    router = make_bus("router", 1, (HiddenReady,))
+    attention = make_bus("attention")
+    for layer in range(100):  # far more than the system queues
+        attention.post("router", HiddenReady(1, layer, 0, 5))
+    found: list[Received] = []
+    deadline = time.monotonic() + 5
+    while len(found) < 100 and time.monotonic() < deadline:
+        found += router.poll(5)
+        attention.poll(1)
+    assert [received.msg.layer for received in found] == list(range(100))
+    assert router.counters.gaps == 0
+
+
+def test_engine_reaches_a_receiver_that_died_and_came_back(make_bus: MakeBus) -> None:
+    first = make_bus("router", 1, (HiddenReady,))
+    attention = make_bus("attention")
+    assert attention.send("router", HiddenReady(1, 0, 0, 1))
+    assert len(wait_for(first)) == 1
+    first.close(0)
+    assert attention.send("router", HiddenReady(2, 0, 0, 1)) is False
+    second = make_bus("router", 2, (HiddenReady,))
+    assert attention.send("router", HiddenReady(3, 0, 0, 1))
+    assert [received.msg.step for received in wait_for(second)] == [3]
+
+
+def test_datagram_longer_than_any_message_is_dropped_alone(endpoints: Endpoints, make_bus: MakeBus) -> None:
+    router = make_bus("router", 1, (HiddenReady,))
+    outbox = DatagramOutbox(endpoints.direct("router"))
+    body = b"\0" * (MAX_FRAME_BYTES + 1000)
+    assert outbox.send(HEADER.pack(SCHEMA_VERSION, 2, 0, len(body), 1, 0) + body)
+    assert outbox.send(b"")
+    assert outbox.send(bytes(Encoder("attention", 1).encode(HiddenReady(7, 2, 0, 5), 0)))
+    assert [received.msg.step for received in wait_for(router)] == [7]
+    assert router.counters.bad == 2
+    outbox.close()
 
 
 def test_older_incarnations_are_dropped_once_a_newer_one_is_known(endpoints: Endpoints, make_bus: MakeBus) -> None:
@@ -164,7 +204,7 @@ def test_control_is_served_before_data_and_fds_are_seen(endpoints: Endpoints, ma
     router.add_fd(read_fd, lambda: order.append(os.read(read_fd, 10).decode()))
     attention = make_bus("attention")
     client = ControlClient(endpoints, attention.context)
-    for layer in range(50):
+    for layer in range(8):
         send_when_connected(attention, "router", HiddenReady(1, layer, 0, 5))
     while not client.send(control.Drain("test", 1.0)):
         time.sleep(0.01)
@@ -173,7 +213,7 @@ def test_control_is_served_before_data_and_fds_are_seen(endpoints: Endpoints, ma
     data = router.poll(1000)
     assert "Drain" in order
     assert "fd" in order
-    assert len(data) == 50
+    assert len(data) == 8
     os.close(read_fd)
     os.close(write_fd)
     client.close(0)
@@ -200,11 +240,11 @@ def test_tool_asks_the_router_and_gives_up_without_one(endpoints: Endpoints, mak
 
 def test_close_returns_with_unsent_messages(make_bus: MakeBus) -> None:
     make_bus("router", 1, (HiddenReady,))
-    attention = make_bus("attention")
+    gateway = make_bus("gateway")
     for _ in range(100):
-        send_when_connected(attention, "router", HiddenReady(1, 2, 0, 5))
+        send_when_connected(gateway, "router", HiddenReady(1, 2, 0, 5))
     begin = time.monotonic()
-    attention.close(100)
+    gateway.close(100)
     assert time.monotonic() - begin < 2
 
 
