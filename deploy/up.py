@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from native.errors import LibraryError
 from shared.config import Settings, load_settings
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError
 
@@ -110,6 +111,9 @@ def run(argv: list[str]) -> int:
     except ColibriError as error:
         print(f"colibri-up: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except LibraryError as error:
+        print(f"colibri-up: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG
     except OSError as error:  # of the run directory: everything else has its own sentence
         where = f"{error.filename}: " if error.filename else ""
         print(

@@ -17,18 +17,19 @@ ROOT = Path(__file__).parents[2]
 Damage = Callable[[Path], None]
 _RUN = """
 import sys
+from importlib import import_module
 from importlib.machinery import PathFinder
 sys.meta_path.insert(0, PathFinder)  # before the finder of an editable installation
 sys.path[:0] = sys.argv[1:3]
-del sys.argv[1:3]
-from cli.main import main
+main = import_module(sys.argv[3]).main
+del sys.argv[1:4]
 main()
 """
 
 
-def colibri(packages: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """The command with the package ``native`` of ``packages`` instead of ours."""
-    command = [sys.executable, "-c", _RUN, str(packages), str(ROOT), *args]
+def run(packages: Path, module: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """A command with the package ``native`` of ``packages`` instead of ours."""
+    command = [sys.executable, "-c", _RUN, str(packages), str(ROOT), module, *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -77,21 +78,29 @@ def rename_function(path: Path) -> None:
 )
 def test_a_bad_library_is_one_sentence(packages: Path, damage: Damage, said: str) -> None:
     damage(packages / "native" / LIBRARY_NAME)
-    done = colibri(packages, "verify", str(ROOT / "models" / "fledgling"))
+    done = run(packages, "cli.main", "verify", str(ROOT / "models" / "fledgling"))
     assert done.returncode == EXIT_CONFIG, done.stderr
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
     assert said in line and LIBRARY_NAME in line and "`make kernels`" in line
 
 
+def test_the_group_does_not_start_without(packages: Path, tmp_path: Path) -> None:
+    (packages / "native" / LIBRARY_NAME).unlink()
+    done = run(packages, "deploy.up", "--run-dir", str(tmp_path / "run"), "--port", "0")
+    assert done.returncode == EXIT_CONFIG, done.stderr
+    [line] = done.stderr.splitlines()
+    assert line.startswith("colibri-up: ") and "is not there" in line and "`make kernels`" in line
+
+
 def test_commands_that_need_no_library_work_without(packages: Path) -> None:
     (packages / "native" / LIBRARY_NAME).unlink()
-    done = colibri(packages, "--help")
+    done = run(packages, "cli.main", "--help")
     assert done.returncode == 0, done.stderr
 
 
 def test_the_undamaged_copy_works(packages: Path) -> None:
     """Otherwise the tests above would fail for another reason than the damage."""
-    done = colibri(packages, "verify", str(ROOT / "models" / "fledgling"))
+    done = run(packages, "cli.main", "verify", str(ROOT / "models" / "fledgling"))
     assert done.returncode == 0, done.stderr
     assert "all checksums agree" in done.stdout
