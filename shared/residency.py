@@ -26,14 +26,16 @@ HALF_LIFE_STEPS = 8.0
 """Steps until a use counts half. Chosen on recorded traces (docs/store.md)."""
 PREFILL_WEIGHT = 3.0
 PASSING_SHARE = 0.125
-"""Part of the slots that experts wanted by a prompt alone may hold at once when no slot is free ..."""
+"""Part of the slots that experts wanted by a prompt alone may hold at once beside decode rows, when no slot is free ..."""
+ALONE_SHARE = 0.5
+"""... and when no row of the step decodes: enough to read and compute at the same time ..."""
 MIN_PASSING = 8
 """... but never fewer than these, or the disk would wait for the kernels."""
 
 
-def passing_limit(n_slots: int) -> int:
-    """How many slots a prompt's experts may hold at once while others decode; the rest of them wait their turn."""
-    return min(n_slots, max(MIN_PASSING, int(n_slots * PASSING_SHARE)))
+def passing_limit(n_slots: int, is_alone: bool) -> int:
+    """How many slots a prompt's experts may hold at once; the rest of them wait their turn. ``is_alone``: no row decodes."""
+    return min(n_slots, max(MIN_PASSING, int(n_slots * (ALONE_SHARE if is_alone else PASSING_SHARE))))
 
 
 class Policy(ABC):

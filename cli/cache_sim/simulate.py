@@ -31,6 +31,11 @@ class Visit:
     passing: dict[int, float]
 
     @property
+    def is_alone(self) -> bool:
+        """No row decodes."""
+        return not self.wanted
+
+    @property
     def union(self) -> set[Key]:
         return {(self.layer, e) for e in (*self.wanted, *self.passing)}
 
@@ -98,10 +103,10 @@ def simulate(policy: Policy, visits: Sequence[Visit], n_slots: int, record_bytes
     """The policy at work, starting with empty slots."""
     score = Score()
     resident: set[Key] = set()
-    limit = passing_limit(n_slots)
     for visit in visits:
         layer = visit.layer
-        policy.visit(layer, bool(visit.wanted) or not visit.passing)
+        limit = passing_limit(n_slots, visit.is_alone)
+        policy.visit(layer, not visit.is_alone)
         held: list[Key] = []
         n_passing = 0
         hits = visit.union & resident
@@ -151,10 +156,9 @@ def optimum(visits: Sequence[Visit], n_slots: int, record_bytes: dict[int, int])
     score = Score()
     resident: set[Key] = set()
     order = Ranking()
-    limit = passing_limit(n_slots)
     for visit, following in zip(visits, next_use, strict=True):
         hits = following.keys() & resident
-        in_waves = len(following) > n_slots or len(visit.passing) > limit
+        in_waves = len(following) > n_slots or len(visit.passing) > passing_limit(n_slots, visit.is_alone)
         must_stay = set() if in_waves else set(following)
         for key, then in following.items():
             order.put(key, -then)

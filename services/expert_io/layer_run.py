@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.expert_io.slots import Slot, SlotState, SlotTable
-from shared.residency import Key
+from shared.residency import Key, passing_limit
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,18 @@ class LayerRun:
     _passing_loaded: set[int] = field(default_factory=set)  # of those held: loaded by this visit
     n_done: int = 0
 
+    @property
+    def is_alone(self) -> bool:
+        """No row decodes."""
+        return len(self.passing) == len(self.experts)
+
+    @property
+    def passing_limit(self) -> int:
+        return passing_limit(len(self.table.slots), self.is_alone)
+
     def start(self) -> tuple[list[Slot], list[ReadOrder]]:
         """First look at the table: (guessed reads to promote, reads to issue)."""
-        self.table.visit(self.layer, len(self.passing) < len(self.experts))
+        self.table.visit(self.layer, not self.is_alone)
         promote = []
         later: list[int] = []
         for expert in self.experts:
@@ -93,7 +102,7 @@ class LayerRun:
         while self._pending:
             expert = self._pending[0]
             is_passing = expert in self.passing
-            if is_passing and len(self._passing_loaded) >= self.table.passing_limit and not self.table.has_free:
+            if is_passing and len(self._passing_loaded) >= self.passing_limit and not self.table.has_free:
                 break
             slot = self.table.acquire((self.layer, expert), is_guess=False)
             if slot is None:

@@ -92,6 +92,7 @@ class ExpertIoService(Service):
         self._load_usage()
         self._pilot = PilotAccount()
         self._ahead: deque[Key] = deque()  # of the next layer, in file order
+        self._ahead_room = 0
         self._hints: dict[int, tuple[int, set[int]]] = {}  # layer -> (step, what the newest hint names)
         self._frames_segment = Segment.attach(config.run_id, "frames")
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
@@ -177,7 +178,7 @@ class ExpertIoService(Service):
                 self._store.promote(slot)
             self._judge_guesses(visit, visit.run)
             self._issue(orders)
-            self._plan_ahead(visit.layer, len(passing))
+            self._plan_ahead(visit.run)
             counters = visit.run.counters
             stage.n_bytes = pack_found(counters.hits, counters.late_hits, counters.misses)
             self._counters.add("hits", counters.hits)
@@ -241,20 +242,21 @@ class ExpertIoService(Service):
             self._counters.add("pilot_reads", 1)
             room -= 1
 
-    def _plan_ahead(self, layer: int, n_passing: int) -> None:
+    def _plan_ahead(self, run: LayerRun) -> None:
         """Prefill streams the layers: the disk goes on with the next one while this one computes and the next attends."""
         self._ahead.clear()
-        following = next((after for after in self._layers if layer < after < self._spec.n_layers), None)
-        if following is not None and n_passing >= AHEAD_SHARE * self._spec.n_experts:
+        self._ahead_room = run.passing_limit
+        following = next((layer for layer in self._layers if run.layer < layer < self._spec.n_layers), None)
+        if following is not None and len(run.passing) >= AHEAD_SHARE * self._spec.n_experts:
             self._ahead.extend((following, expert) for expert in range(self._spec.n_experts))
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Reads ahead as far as a prompt's part of the slots goes, once nobody waits for a slot."""
+        """Reads ahead as far as the room goes, once nobody waits for a slot."""
         run = self._visit.run if self._visit else None
         if run and run.has_pending:
             return
-        while self._ahead and self._table.n_open_guesses < self._table.passing_limit:
+        while self._ahead and self._table.n_open_guesses < self._ahead_room:
             key = self._ahead.popleft()
             if self._table.find(key):
                 continue

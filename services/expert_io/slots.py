@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from enum import IntEnum
 
-from shared.residency import Key, Policy, passing_limit
+from shared.residency import Key, Policy
 
 
 class SlotState(IntEnum):
@@ -42,7 +42,6 @@ class SlotTable:
     def __init__(self, n_slots: int, policy: Policy) -> None:
         self.slots = [Slot(i) for i in range(n_slots)]
         self.policy = policy
-        self.passing_limit = passing_limit(n_slots)
         self._of_key: dict[Key, Slot] = {}
         self._free = list(range(n_slots - 1, -1, -1))
         # Guesses, oldest first: loading; resident and still to come; resident although their layer did not want them.

@@ -114,7 +114,7 @@ def test_a_guess_gives_way_when_nothing_else_can() -> None:
 def test_a_prompt_takes_only_its_share_from_those_who_decode() -> None:
     """Experts that only prompt rows want pass through a few slots; those of decode rows stay, whatever the policy."""
     n_slots, n_experts = 100, 64
-    limit = passing_limit(n_slots)
+    limit = passing_limit(n_slots, is_alone=False)
     for name in POLICIES:
         rng = random.Random(1)
         table = table_of(n_slots, name)
