@@ -154,8 +154,10 @@ def quantise_groups(w: F32, group: int = GROUP) -> tuple[npt.NDArray[np.int8], n
     ValueError when a value is not finite, or beyond 8 * 65504.
     """
     grouped = w.reshape(w.shape[0], -1, group)
-    highest, lowest = grouped.max(axis=2), grouped.min(axis=2)
-    largest = np.where(-lowest >= highest, lowest, highest).astype(np.float32)
+    # reduceat: half the time of max(axis=2), which pays for each short row
+    starts = np.arange(0, w.size, group)
+    highest, lowest = (extreme.reduceat(w.reshape(-1), starts) for extreme in (np.maximum, np.minimum))
+    largest = np.where(-lowest >= highest, lowest, highest).astype(np.float32).reshape(grouped.shape[:2])
     _require_finite(largest)
     wanted = largest / np.float32(-8.0)
     wanted += np.float32(0.0)  # -0 becomes +0
