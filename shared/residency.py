@@ -242,53 +242,78 @@ class NextUse(Policy):
         self._per_step = 1.0 / half_life
         self._full = _full_heat(half_life)
         self._log_heat: dict[Key, float] = {}
-        self._order = {layer: Ranking() for layer in self.layers}
-        self._now = dict.fromkeys(self.layers, 0.0)  # in half-lives
         self._place = {layer: i for i, layer in enumerate(self.layers)}
+        self._order = [Ranking() for _ in self.layers]
+        self._now = [0.0] * len(self.layers)  # in half-lives
         self._at = 0
 
     def visit(self, layer: int, is_decode: bool) -> None:
         self._at = self._place[layer]
         if is_decode:
-            self._now[layer] += self._per_step
+            self._now[self._at] += self._per_step
 
     def asked(self, key: Key, prompt_share: float | None, is_hit: bool) -> None:
         weight = 1.0 if prompt_share is None else PREFILL_WEIGHT * prompt_share
-        self._log_heat[key] = _log_add(self._log_heat.get(key), weight, self._now[key[0]])
+        self._log_heat[key] = _log_add(self._log_heat.get(key), weight, self._now[self._place[key[0]]])
 
     def add(self, key: Key) -> None:
-        self._order[key[0]].put(key, self._log_heat.get(key, -math.inf))
+        self._order[self._place[key[0]]].put(key, self._log_heat.get(key, -math.inf))
 
     def discard(self, key: Key) -> None:
-        self._order[key[0]].discard(key)
+        self._order[self._place[key[0]]].discard(key)
 
     def victim(self) -> Key | None:
         n_layers = len(self.layers)
         latest = -1.0
         found = None
-        for i, layer in enumerate(self.layers):
-            lowest = self._order[layer].lowest()
+        for i, order in enumerate(self._order):
+            lowest = order.lowest()
             if lowest is None:
                 continue
-            heat = 2.0 ** (lowest[0] - self._now[layer])
-            ahead = (i - self._at - 1) % n_layers + 1
-            next_use = ahead / n_layers + self._full / max(heat, 1e-30)
+            heat = 2.0 ** (lowest[0] - self._now[i])
+            if heat < 1e-30:
+                heat = 1e-30
+            next_use = ((i - self._at - 1) % n_layers + 1) / n_layers + self._full / heat
             if next_use > latest:
                 latest, found = next_use, lowest[1]
         return found
 
     def heat(self, key: Key) -> float:
         log_heat = self._log_heat.get(key)
-        return 0.0 if log_heat is None else 2.0 ** (log_heat - self._now[key[0]])
+        return 0.0 if log_heat is None else 2.0 ** (log_heat - self._now[self._place[key[0]]])
 
     def restore(self, uses: Mapping[Key, float]) -> None:
         for key, per_step in uses.items():
-            if per_step > 0 and key[0] in self._now:
-                self._log_heat[key] = math.log2(per_step * self._full) + self._now[key[0]]
+            if per_step > 0 and key[0] in self._place:
+                self._log_heat[key] = math.log2(per_step * self._full) + self._now[self._place[key[0]]]
+
+
+class KeepAll(Policy):
+    """For slots that hold every expert: nobody ever leaves, so nothing needs to be known."""
+
+    name = "keep-all"
+
+    def asked(self, key: Key, prompt_share: float | None, is_hit: bool) -> None:
+        pass
+
+    def add(self, key: Key) -> None:
+        pass
+
+    def discard(self, key: Key) -> None:
+        pass
+
+    def victim(self) -> Key | None:
+        return None
 
 
 POLICIES: dict[str, type[Policy]] = {p.name: p for p in (NextUse, DecayedLfu, SegmentedLru, Lru)}
 """By the name that settings and ``colibri cache-sim`` know."""
+
+
+def make_policy(name: str, n_slots: int, layers: Sequence[int], n_experts: int) -> Policy:
+    """The policy of this name, or ``KeepAll`` where every expert has a slot."""
+    kind = KeepAll if n_slots >= len(layers) * n_experts else POLICIES[name]
+    return kind(n_slots, layers)
 
 
 def _full_heat(half_life: float) -> float:

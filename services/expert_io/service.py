@@ -31,7 +31,7 @@ from shared.lifecycle import Service, ServiceContext
 from shared.messages.attention import StepAbandoned
 from shared.messages.expert_io import ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
-from shared.residency import POLICIES, Key
+from shared.residency import Key, make_policy
 from shared.segments import Segment
 from shared.stages import Stage, StepTimer, pack_found
 
@@ -86,7 +86,8 @@ class ExpertIoService(Service):
                 layer: ffn_of(self._part.tensors, f"model.layers.{layer}.mlp.shared_experts.") for layer in self._layers
             }
         ctx.set_stage("allocate slots")
-        self._table = SlotTable(config.n_slots, POLICIES[config.cache_policy](config.n_slots, self._layers))
+        policy = make_policy(config.cache_policy, config.n_slots, self._layers, spec.n_experts)
+        self._table = SlotTable(config.n_slots, policy)
         self._store = ExpertStore(container, self._layers, config.n_slots, config.slot_bytes, config.direct_io)
         ctx.bus.add_fd(self._store.reader.fd, self._on_reads)
         self._load_usage()
@@ -111,7 +112,7 @@ class ExpertIoService(Service):
         return {
             "kernels": dispatch_text(),
             "slots": str(config.n_slots),
-            "cache_policy": config.cache_policy,
+            "cache_policy": policy.name,
             "reads": "direct" if self._store.is_direct else "buffered",
         }
 

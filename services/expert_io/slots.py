@@ -87,8 +87,9 @@ class SlotTable:
         """The gate asked for the slot's expert; ``prompt_share`` as in ``Policy.asked``."""
         assert slot.key is not None
         self.policy.asked(slot.key, prompt_share, is_hit)
-        slot.is_guess = False
-        self._drop_guess(slot)
+        if slot.is_guess:
+            slot.is_guess = False
+            self._drop_guess(slot)
 
     def pin(self, slot: Slot) -> None:
         """Somebody works with the slot."""
@@ -168,7 +169,7 @@ class SlotTable:
             self.policy.evicted(slot.key)
         if slot.is_guess:
             self._waste(slot)
-        self._drop_guess(slot)
+            self._drop_guess(slot)
 
     def _waste(self, slot: Slot) -> None:
         if slot.is_likely:

@@ -23,7 +23,7 @@ from shared.log import Log
 from shared.stages import StepKind
 from shared.traces import SpanNote, TraceHeader, TraceWriter, layer_record, lost_record, step_record
 
-MAX_PENDING_BYTES = 16 << 20
+MAX_PENDING_BYTES = 8 << 20
 """Routing records that wait for the disk; beyond it they are counted as lost."""
 CLOSE_S = 5.0
 """How long the end of the service waits for the disk."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from tests.group.harness import Group
 
 pytestmark = pytest.mark.group
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT = [3, 14, 15, 92, 65, 35]
 
 
@@ -38,9 +41,27 @@ def test_the_next_run_starts_warm_and_a_run_without_history_leaves_no_trace(
 
     group = start_group(model, slots=40, draft="off", record_routing=trace)
     first = group.tokens(PROMPT, 20)
+    ask = [
+        sys.executable,
+        "-m",
+        "cli.main",
+        "run",
+        "--run-dir",
+        str(group.run_dir),
+        "--ids",
+        "1,2,3",
+        "--max-tokens",
+        "2",
+    ]
+    same = subprocess.run([*ask, "--record-routing", str(trace)], capture_output=True, text=True, cwd=ROOT)
+    assert same.returncode == 0, same.stderr
+    other = subprocess.run(
+        [*ask, "--record-routing", str(tmp_path / "other")], capture_output=True, text=True, cwd=ROOT
+    )
+    assert other.returncode == 78 and "runs without --record-routing" in other.stderr
     assert group.stop() == 0
     assert not path.exists()
-    assert sum(s.n_prefill for s in TraceReader(trace)) == len(PROMPT)
+    assert sum(s.n_prefill for s in TraceReader(trace)) == len(PROMPT) + 3
 
     cold = start_group(model, slots=40, draft="off", history=True)
     assert cold.tokens(PROMPT, 20) == first

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shared.residency import POLICIES, DecayedLfu, Key, Lru, NextUse, Policy, SegmentedLru
+from shared.residency import POLICIES, DecayedLfu, KeepAll, Key, Lru, NextUse, Policy, SegmentedLru, make_policy
 
 LAYERS = (1, 2, 3)
 
@@ -135,4 +135,12 @@ def test_the_heap_does_not_grow_with_uses() -> None:
         policy.visit(1, True)
         use(policy, (1, 1))
         use(policy, (1, 2))
-    assert len(policy._order[1]._heap) < 200
+    assert len(policy._order[0]._heap) < 200
+
+
+def test_slots_for_every_expert_need_no_policy() -> None:
+    assert isinstance(make_policy("lru", 30, LAYERS, 10), KeepAll)
+    assert isinstance(make_policy("lru", 29, LAYERS, 10), Lru)
+    policy = make_policy("next-use", 30, LAYERS, 10)
+    use(policy, (1, 1))
+    assert policy.victim() is None
