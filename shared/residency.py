@@ -77,6 +77,10 @@ class Policy(ABC):
         """How warm a key is, resident or not; 0 when it is unknown. Compared with other heats of the same policy only."""
         return 0.0
 
+    def chance(self, key: Key) -> float:
+        """How likely a step is to want ``key``, 0..1; 0 where a policy does not know."""
+        return 0.0
+
     def restore(self, uses: Mapping[Key, float]) -> None:  # noqa: B027
         """Uses per step as an earlier process knew them: what a fresh policy may start from."""
 
@@ -219,6 +223,9 @@ class DecayedLfu(Policy):
         log_heat = self._log_heat.get(key)
         return 0.0 if log_heat is None else 2.0 ** (log_heat - self._now)
 
+    def chance(self, key: Key) -> float:
+        return min(1.0, self.heat(key) / self._full)
+
     def restore(self, uses: Mapping[Key, float]) -> None:
         for key, per_step in uses.items():
             if per_step > 0:
@@ -281,6 +288,9 @@ class NextUse(Policy):
     def heat(self, key: Key) -> float:
         log_heat = self._log_heat.get(key)
         return 0.0 if log_heat is None else 2.0 ** (log_heat - self._now[self._place[key[0]]])
+
+    def chance(self, key: Key) -> float:
+        return min(1.0, self.heat(key) / self._full)
 
     def restore(self, uses: Mapping[Key, float]) -> None:
         for key, per_step in uses.items():

@@ -18,6 +18,9 @@ INTERVAL_GUESSES = 64
 FIRST_PAUSE_VISITS = 256
 MAX_PAUSE_VISITS = 1 << 16
 MAX_DISPLACED = 256
+FIRST_PRECISION = 0.5
+PRECISION_GUESSES = 64
+"""Over how many guesses the precision is a mean, roughly."""
 
 
 @dataclass
@@ -48,6 +51,8 @@ class PilotAccount:
         self._n_known = 0
         self._pause = FIRST_PAUSE_VISITS
         self._visits_off = 0
+        self.precision = FIRST_PRECISION
+        """How likely a guess that is read turns out right, by those of late."""
 
     @property
     def is_on(self) -> bool:
@@ -92,6 +97,7 @@ class PilotAccount:
         started = self._started.pop(key, None)
         if started is None:
             return
+        self.precision += (1.0 - self.precision) / PRECISION_GUESSES
         # Finished: the whole read is saved. On its way: what it is ahead of a read that would start now.
         self._gain(self._read_ns.pop(key, min(now_ns - started, int(self._mean_read_ns))))
         self._known()
@@ -101,6 +107,7 @@ class PilotAccount:
         if self._started.pop(key, None) is None:
             return
         self._read_ns.pop(key, None)
+        self.precision -= self.precision / PRECISION_GUESSES
         if is_reading and is_awaited:
             self._lost_since[key] = now_ns
         self._known()

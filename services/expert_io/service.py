@@ -235,7 +235,7 @@ class ExpertIoService(Service):
                 break
             if expert >= self._spec.n_experts or self._table.find(key):
                 continue
-            slot = self._table.acquire(key, is_guess=True)
+            slot = self._table.acquire(key, is_guess=True, chance=self._pilot.precision)
             if slot is None:
                 break
             self._pilot.started(key, time.monotonic_ns(), self._table.last_evicted)

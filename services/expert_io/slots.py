@@ -1,7 +1,7 @@
 """The slot table: which expert lies in which slot, and who must leave. Pure: no reads, no memory, no clock.
 
 An expert is a key ``(layer, expert)``. A slot is free, loading, or resident; a slot with pins can't be a victim. Among the
-others a policy chooses (``shared/residency.py``). Guesses (speculative loads) may only displace what is colder than they are;
+others a policy chooses (``shared/residency.py``). Guesses (speculative loads) may only displace what is less likely wanted;
 one that nobody asked for when its layer came is the first to leave, before that it is left alone as long as others can go.
 """
 
@@ -102,18 +102,23 @@ class SlotTable:
         if not slot.pins and slot.state is SlotState.RESIDENT and slot.key is not None:
             self.policy.add(slot.key)
 
-    def acquire(self, key: Key, *, is_guess: bool, is_likely: bool = False) -> Slot | None:
-        """A slot for ``key``, now LOADING and unpinned; None when every slot is needed (or warmer than a guess).
+    def acquire(self, key: Key, *, is_guess: bool, chance: float | None = None, is_likely: bool = False) -> Slot | None:
+        """A slot for ``key``, now LOADING and unpinned; None when every slot is needed.
 
-        ``is_likely``: a guess that is nearly certain may displace what is warmer; how many of those there are is the caller's
-        affair.
+        A guess may displace what is less likely wanted than itself: ``chance``, by default what the policy knows of the key.
+        ``is_likely``: a nearly certain one may displace anything. How many guesses there are is the caller's affair.
         """
         assert key not in self._of_key
         self.last_evicted = None
         if self._free:
             slot = self.slots[self._free.pop()]
         else:
-            found = self._victim((math.inf if is_likely else self.policy.heat(key)) if is_guess else None)
+            if not is_guess:
+                found = self._victim(None)
+            elif is_likely:
+                found = self._victim(math.inf)
+            else:
+                found = self._victim(self.policy.chance(key) if chance is None else chance)
             if found is None:
                 return None
             slot = found
@@ -181,13 +186,13 @@ class SlotTable:
         for guesses in (self._guesses, self._fresh, self._stale):
             guesses.pop(slot.index, None)
 
-    def _victim(self, colder_than: float | None) -> Slot | None:
-        """``colder_than``: the heat of a guess, None for a demand."""
+    def _victim(self, below: float | None) -> Slot | None:
+        """``below``: the chance of a guess, None for a demand."""
         if self._stale:
             return next(iter(self._stale.values()))
         key = self.policy.victim()
-        if colder_than is not None:
-            return self._of_key[key] if key and self.policy.heat(key) < colder_than else None
+        if below is not None:
+            return self._of_key[key] if key and self.policy.chance(key) < below else None
         if key:
             return self._of_key[key]
         return next(iter(self._fresh.values()), None)

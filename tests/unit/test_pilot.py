@@ -90,6 +90,14 @@ def test_a_losing_predictor_pauses_longer_each_time_and_gets_another_chance() ->
     assert account.is_on, "a gain made the next pause short again"
 
 
+def test_the_precision_follows_what_guesses_turn_out_to_be() -> None:
+    account = PilotAccount()
+    rng = random.Random(2)
+    for share in (0.8, 0.1):
+        guess(account, 400, share, rng)
+        assert abs(account.precision - share) < 0.12
+
+
 def test_a_good_predictor_is_never_stopped() -> None:
     account = PilotAccount()
     rng = random.Random(1)

@@ -86,6 +86,19 @@ def test_a_guess_takes_free_slots_but_never_a_warmer_one() -> None:
     assert table.find((0, 1)) is not None
 
 
+def test_a_guess_displaces_only_what_is_less_likely_wanted_than_itself() -> None:
+    rng = random.Random(0)
+    for name, known in (("next-use", True), ("lfu", True), ("lru", False)):
+        table = table_of(1, name)
+        for step in range(8):
+            drive(LayerRun(step, 0, [1], table), table, rng)  # wanted in every step: a chance of about a half by now
+        if known:
+            assert 0.3 < table.policy.chance((0, 1)) < 0.7
+            assert table.acquire((1, 5), is_guess=True, chance=0.2) is None
+        assert table.acquire((1, 5), is_guess=True, chance=0.8) is not None, name
+        assert table.last_evicted == (0, 1)
+
+
 def test_a_guess_leaves_first_once_its_layer_did_not_want_it_and_not_before() -> None:
     rng = random.Random(0)
     for is_past in (False, True):
