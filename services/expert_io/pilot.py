@@ -1,22 +1,32 @@
-"""The account of guessed reads: what they saved, what they cost, and whether to go on. Pure: times come from the caller.
+"""Guessed reads: an account of what they saved and cost, and trials that decide whether to go on. Pure: times are given.
 
 A guess is *useful* when its layer asks for it: it saved as much as was already read by then. A guess is *wasted* when its layer
 does not: then the disk worked for nothing, which costs only what others had to wait for. That is the time from the layer's
 demand until a cancelled piece has let go of the disk, and the reading time of an expert that was displaced for the guess and
-asked for soon after. When an interval ends with a loss, guessing pauses, twice as long each time, and is then tried again.
+asked for soon after.
+
+The account does not see everything (guesses take processor time, and reads overlap), so it does not decide. Trials do: blocks
+of visits with and without guesses, in the order on, off, off, on, so that a drift cancels. Only when visits with guesses
+were shorter does guessing go on; the verdict holds for a while, twice as long each time it is confirmed.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from shared.residency import Key
 
-INTERVAL_GUESSES = 64
-"""Guesses whose outcome is known, after which the account is looked at."""
-FIRST_PAUSE_VISITS = 256
-MAX_PAUSE_VISITS = 1 << 16
+BLOCKS = (True, False, False, True)
+BLOCK_VISITS = 64
+"""A block's length at least; it is a whole number of steps, at least five, the first of which still feels the block before."""
+TRIM = 0.1
+"""Part of the longest visits of each kind that is left out: other work on the machine."""
+MARGIN = 0.98
+"""Visits with guesses must take at most this part of those without."""
+FIRST_REST_BLOCKS = 16
+MAX_REST_BLOCKS = 1024
 MAX_DISPLACED = 256
 FIRST_PRECISION = 0.5
 PRECISION_GUESSES = 64
@@ -35,8 +45,51 @@ class PilotTotals:
     """those of them that the hint had named"""
 
 
+class PilotTrial:
+    """Decides by measurement whether guesses are worth it. ``is_on`` says whether to guess now.
+
+    ``n_layers``: visits per step. ``block_visits``: the length of a block.
+    """
+
+    def __init__(self, n_layers: int) -> None:
+        self.block_visits = n_layers * max(5, math.ceil(BLOCK_VISITS / n_layers))
+        self.is_on = BLOCKS[0]
+        self._n_settle = n_layers
+        self._n_seen = 0
+        self._rest_left = 0
+        self._rest = FIRST_REST_BLOCKS
+        self._verdict: bool | None = None
+        self._durations: dict[bool, list[int]] = {True: [], False: []}
+
+    def visited(self, duration_ns: int) -> None:
+        """A visit of decode rows ended; it took so long from the hidden rows to the mixed ones."""
+        if self._rest_left:
+            self._rest_left -= 1
+            if not self._rest_left:
+                self.is_on = BLOCKS[0]
+            return
+        if self._n_seen % self.block_visits >= self._n_settle:
+            self._durations[self.is_on].append(duration_ns)
+        self._n_seen += 1
+        block = self._n_seen // self.block_visits
+        if block < len(BLOCKS):
+            self.is_on = BLOCKS[block]
+            return
+        verdict = _trimmed_mean(self._durations[True]) <= MARGIN * _trimmed_mean(self._durations[False])
+        self._rest = min(2 * self._rest, MAX_REST_BLOCKS) if verdict == self._verdict else FIRST_REST_BLOCKS
+        self._verdict = self.is_on = verdict
+        self._rest_left = self._rest * self.block_visits
+        self._n_seen = 0
+        self._durations = {True: [], False: []}
+
+
+def _trimmed_mean(durations: list[int]) -> float:
+    kept = sorted(durations)[: max(1, int(len(durations) * (1 - TRIM)))]
+    return sum(kept) / len(kept)
+
+
 class PilotAccount:
-    """One per store."""
+    """What guesses were worth. One per store."""
 
     def __init__(self) -> None:
         self.totals = PilotTotals()
@@ -47,17 +100,8 @@ class PilotAccount:
         self._displaced: OrderedDict[Key, None] = OrderedDict()
         self._lost_since: dict[Key, int] = {}
         self._mean_read_ns = 0.0
-        self._net_ns = 0
-        self._n_known = 0
-        self._pause = FIRST_PAUSE_VISITS
-        self._visits_off = 0
         self.precision = FIRST_PRECISION
         """How likely a guess that is read turns out right, by those of late."""
-
-    @property
-    def is_on(self) -> bool:
-        """Whether hints are worth reads now."""
-        return self._visits_off == 0
 
     # -- events ----------------------------------------------------------------------------------------------
 
@@ -68,11 +112,6 @@ class PilotAccount:
         self.totals.wanted += len(union)
         before = self.recall_of.get(layer, (0, 0))
         self.recall_of[layer] = (before[0] + right, before[1] + len(union))
-
-    def visited(self) -> None:
-        """A layer visit has ended: a pause goes on."""
-        if self._visits_off:
-            self._visits_off -= 1
 
     def started(self, key: Key, now_ns: int, displaced: Key | None) -> None:
         """A guessed read was issued; its slot held ``displaced``."""
@@ -90,7 +129,7 @@ class PilotAccount:
             self._read_ns[key] = end_ns - start_ns
         since = self._lost_since.pop(key, None)
         if since is not None:
-            self._lose(max(0, end_ns - since))
+            self.totals.lost_ns += max(0, end_ns - since)
 
     def used(self, key: Key, now_ns: int) -> None:
         """The gate asked for a guess."""
@@ -99,8 +138,7 @@ class PilotAccount:
             return
         self.precision += (1.0 - self.precision) / PRECISION_GUESSES
         # Finished: the whole read is saved. On its way: what it is ahead of a read that would start now.
-        self._gain(self._read_ns.pop(key, min(now_ns - started, int(self._mean_read_ns))))
-        self._known()
+        self.totals.saved_ns += self._read_ns.pop(key, min(now_ns - started, int(self._mean_read_ns)))
 
     def wrong(self, key: Key, now_ns: int, *, is_reading: bool, is_awaited: bool) -> None:
         """The layer did not ask for a guess. ``is_reading``: it keeps the disk busy; ``is_awaited``: while reads are due."""
@@ -110,30 +148,9 @@ class PilotAccount:
         self.precision -= self.precision / PRECISION_GUESSES
         if is_reading and is_awaited:
             self._lost_since[key] = now_ns
-        self._known()
 
     def missed(self, key: Key) -> None:
         """A demand read is needed; if a guess displaced the expert, that is the guess's fault."""
         if key in self._displaced:
             del self._displaced[key]
-            self._lose(int(self._mean_read_ns))
-
-    def _gain(self, ns: int) -> None:
-        self.totals.saved_ns += ns
-        self._net_ns += ns
-
-    def _lose(self, ns: int) -> None:
-        self.totals.lost_ns += ns
-        self._net_ns -= ns
-
-    def _known(self) -> None:
-        self._n_known += 1
-        if self._n_known < INTERVAL_GUESSES:
-            return
-        if self._net_ns <= 0:
-            self._visits_off = self._pause
-            self._pause = min(2 * self._pause, MAX_PAUSE_VISITS)
-        else:
-            self._pause = FIRST_PAUSE_VISITS
-        self._net_ns = 0
-        self._n_known = 0
+            self.totals.lost_ns += int(self._mean_read_ns)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from native.kernels import ExpertJobs, Ffn, expert_reduce, ffn_forward
 from native.library import Pool, dispatch_text
 from services.expert_io.layer_run import LayerRun, ReadOrder
-from services.expert_io.pilot import PilotAccount
+from services.expert_io.pilot import PilotAccount, PilotTrial
 from services.expert_io.slots import Slot, SlotState, SlotTable
 from services.expert_io.store import ExpertStore, ReadFault
 from services.expert_io.usage import WRITE_EVERY_S, UsageHistory, load_usage, save_usage
@@ -58,6 +58,8 @@ class Visit:
     sender: str
     n_shared_done: int = 0
     run: LayerRun | None = None
+    begin_ns: int = 0
+    is_trial: bool = False  # decode rows alone, with a predictor at work
     rows_of: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = field(default_factory=dict)
     failed_rows: dict[int, ReadFault] = field(default_factory=dict)
     wait_start_ns: int = 0
@@ -92,6 +94,7 @@ class ExpertIoService(Service):
         ctx.bus.add_fd(self._store.reader.fd, self._on_reads)
         self._load_usage()
         self._pilot = PilotAccount()
+        self._trial = PilotTrial(max(1, sum(layer < spec.n_layers for layer in self._layers)))
         self._ahead: deque[Key] = deque()  # of the next layer, in file order
         self._ahead_room = 0
         self._hints: dict[int, tuple[int, set[int]]] = {}  # layer -> (step, what the newest hint names)
@@ -109,6 +112,7 @@ class ExpertIoService(Service):
         self._visit: Visit | None = None
         self._early: ExpertsWanted | None = None
         self._counters.set("slots", config.n_slots)
+        self._counters.set("pilot_paused", 0)
         return {
             "kernels": dispatch_text(),
             "slots": str(config.n_slots),
@@ -151,7 +155,7 @@ class ExpertIoService(Service):
             if msg.step < self._visit.step:
                 return
             self._abandon()
-        self._visit = Visit(msg.step, msg.layer, msg.frame, msg.n_rows, sender)
+        self._visit = Visit(msg.step, msg.layer, msg.frame, msg.n_rows, sender, begin_ns=time.monotonic_ns())
         # Chained drafts share a frame and must not overwrite each other's rows.
         begin = self._timer.begin_step if msg.layer < self._spec.n_layers else self._timer.continue_step
         begin(self._frame(self._visit), msg.step)
@@ -226,7 +230,7 @@ class ExpertIoService(Service):
         if msg.layer not in self._layers:
             return
         self._hints[msg.layer] = (msg.step, set(msg.experts))
-        if not self._pilot.is_on:
+        if not self._trial.is_on:
             return
         room = int(len(self._table.slots) * GUESS_SHARE) - self._table.n_open_guesses
         for expert in msg.experts:
@@ -270,7 +274,7 @@ class ExpertIoService(Service):
     def _judge_guesses(self, visit: Visit, run: LayerRun) -> None:
         """Books what the guesses for this layer were worth and stops those that are still being read in vain."""
         now = time.monotonic_ns()
-        self._pilot.visited()
+        visit.is_trial = not run.passing and self._ctx.config.pilot != "off" and visit.layer < self._spec.n_layers
         step, hint = self._hints.pop(visit.layer, (-1, set()))
         if step == visit.step:
             self._pilot.hinted(visit.layer, hint, set(run.experts))
@@ -441,6 +445,9 @@ class ExpertIoService(Service):
             self._report_non_finite(visit, frame)
         for row, fault in visit.failed_rows.items():
             self._ctx.bus.post("router", LayerFailed(visit.step, visit.layer, row, fault.code, fault.message))
+        if visit.is_trial:
+            self._trial.visited(time.monotonic_ns() - visit.begin_ns)
+            self._counters.set("pilot_paused", int(not self._trial.is_on))
         self._visit = None
         self._ctx.bus.post(visit.sender, Mixed(visit.step, visit.layer, visit.frame_number))
 
@@ -509,7 +516,6 @@ class ExpertIoService(Service):
         ):
             self._counters.set(name, self._before[name] + total)
         self._counters.set("resident", self._table.n_used)
-        self._counters.set("pilot_paused", int(not self._pilot.is_on))
 
     def _read_failed(self, visit: Visit | None, slot: Slot, fault: ReadFault) -> None:
         self._counters.add("read_errors", 1)

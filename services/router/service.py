@@ -89,6 +89,7 @@ class RouterService(Service):
         self._trace = TraceRing(self._trace_segment.buf)
         self._counters_segment = Segment.attach(config.run_id, "counters")
         self._counters = Counters(self._counters_segment.buf, "router")
+        self._store_counters = Counters(self._counters_segment.buf, "expert_io")
         main = self._frames.frame(MAIN_FRAME)
         self._timer = StepTimer("router")
         self._recorder = LogitRecorder(Path(config.record_logits)) if config.record_logits else None
@@ -300,10 +301,11 @@ class RouterService(Service):
         self._bus.post("expert_io", ExpertsWanted(msg.step, msg.layer, msg.frame, msg.n_rows, n_prefill))
         for row in bad:
             self._mark_row(flight, row, msg.layer)
-        with self._timer.stage(Stage.PILOT, msg.layer):
-            guess = self._gates.guess(msg.layer, hidden)
-        if guess and not bad:
-            self._bus.send("expert_io", PilotHint(msg.step, *guess))
+        if not self._store_counters.get("pilot_paused"):  # guesses that cost more than they bring are not even computed
+            with self._timer.stage(Stage.PILOT, msg.layer):
+                guess = self._gates.guess(msg.layer, hidden)
+            if guess and not bad:
+                self._bus.send("expert_io", PilotHint(msg.step, *guess))
         if self._routing:
             self._routing.choice(msg.step, msg.layer, frame.gate_id[: msg.n_rows], frame.gate_weight[: msg.n_rows])
 

@@ -1,10 +1,10 @@
-"""The account of guesses: what each outcome is worth, and that a losing predictor is stopped and tried again."""
+"""Guesses: what each outcome is worth, and that trials stop a predictor that costs time and try it again."""
 
 from __future__ import annotations
 
 import random
 
-from services.expert_io.pilot import FIRST_PAUSE_VISITS, INTERVAL_GUESSES, PilotAccount
+from services.expert_io.pilot import FIRST_REST_BLOCKS, PilotAccount, PilotTrial
 
 MS = 1_000_000
 
@@ -69,25 +69,50 @@ def guess(account: PilotAccount, n: int, share_right: float, rng: random.Random)
             account.missed((2, i))
 
 
-def test_a_losing_predictor_pauses_longer_each_time_and_gets_another_chance() -> None:
+def play(trial: PilotTrial, n: int, on_ns: int, off_ns: int, rng: random.Random, drift_ns: int = 0) -> int:
+    """n visits; returns how many of them guessed."""
+    n_on = 0
+    for i in range(n):
+        n_on += trial.is_on
+        trial.visited(int((on_ns if trial.is_on else off_ns) * rng.uniform(0.7, 1.3)) - i * drift_ns)
+    return n_on
+
+
+def test_a_trial_keeps_what_is_faster_and_tries_again_ever_more_rarely() -> None:
     rng = random.Random(0)
-    account = PilotAccount()
-    pauses = []
-    for _ in range(3):
-        guess(account, INTERVAL_GUESSES, 0.05, rng)
-        n = 0
-        while not account.is_on:
-            account.visited()
-            n += 1
-        pauses.append(n)
-    assert pauses == [FIRST_PAUSE_VISITS, 2 * FIRST_PAUSE_VISITS, 4 * FIRST_PAUSE_VISITS]
-    guess(account, INTERVAL_GUESSES, 0.95, rng)
-    assert account.is_on
-    guess(account, INTERVAL_GUESSES, 0.0, rng)
-    assert not account.is_on
-    for _ in range(FIRST_PAUSE_VISITS):
-        account.visited()
-    assert account.is_on, "a gain made the next pause short again"
+    for on_ns, off_ns, expected in ((8 * MS, 12 * MS, True), (12 * MS, 8 * MS, False)):
+        trial = PilotTrial(7)
+        n_trial = 4 * trial.block_visits
+        assert trial.block_visits % 7 == 0
+        rest = FIRST_REST_BLOCKS * trial.block_visits
+        for _ in range(3):
+            assert play(trial, n_trial, on_ns, off_ns, rng) == n_trial // 2
+            assert trial.is_on == expected
+            assert play(trial, rest - 1, on_ns, off_ns, rng) == (rest - 1) * expected
+            play(trial, 1, on_ns, off_ns, rng)
+            rest *= 2
+
+
+def test_a_predictor_that_becomes_good_gets_its_chance_and_the_other_way_round() -> None:
+    rng = random.Random(1)
+    trial = PilotTrial(5)
+    play(trial, 4 * trial.block_visits, 12 * MS, 8 * MS, rng)
+    assert not trial.is_on
+    play(trial, (FIRST_REST_BLOCKS + 4) * trial.block_visits, 8 * MS, 12 * MS, rng)
+    assert trial.is_on
+    play(trial, (FIRST_REST_BLOCKS + 4) * trial.block_visits, 12 * MS, 8 * MS, rng)
+    assert not trial.is_on
+
+
+def test_a_drift_or_a_few_long_visits_decide_nothing() -> None:
+    """Slots that fill make every visit faster than the one before; that must not look like the merit of who comes later."""
+    trial = PilotTrial(5)
+    play(trial, 4 * trial.block_visits, 20 * MS, 22 * MS, random.Random(2), drift_ns=MS // 20)
+    assert trial.is_on
+    trial = PilotTrial(5)
+    for i in range(4 * trial.block_visits):
+        trial.visited(500 * MS if trial.is_on and i % 16 == 9 else 8 * MS if trial.is_on else 10 * MS)
+    assert trial.is_on
 
 
 def test_the_precision_follows_what_guesses_turn_out_to_be() -> None:
@@ -96,12 +121,3 @@ def test_the_precision_follows_what_guesses_turn_out_to_be() -> None:
     for share in (0.8, 0.1):
         guess(account, 400, share, rng)
         assert abs(account.precision - share) < 0.12
-
-
-def test_a_good_predictor_is_never_stopped() -> None:
-    account = PilotAccount()
-    rng = random.Random(1)
-    for _ in range(20):
-        guess(account, INTERVAL_GUESSES, 0.75, rng)
-        assert account.is_on
-    assert account.totals.saved_ns > account.totals.lost_ns
