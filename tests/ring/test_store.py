@@ -217,3 +217,29 @@ def test_a_prompt_is_read_ahead_layer_by_layer_and_nothing_twice(converted: Conv
     assert counters["ahead_useful"] > 0.8 * counters["ahead_reads"]
     assert counters["ahead_useful"] + counters["ahead_wasted"] <= counters["ahead_reads"]
     assert counters["pilot_useful"] == counters["pilot_wasted"] == 0
+
+
+def test_while_guessing_rests_the_router_makes_no_guess(converted: Converted, tmp_path: Path) -> None:
+    model = converted("deepseek_v3", "int8")
+    prompt = oracle_array("deepseek_v3", "prompt_ids").tolist()[:3]
+    hints: list[int] = []
+
+    def watch(sender: str, receiver: str, msg: object) -> bool:
+        if type(msg).__name__ == "PilotHint":
+            hints.append(msg.layer)  # type: ignore[attr-defined]
+        return True
+
+    with Ring(model, tmp_path, n_slots=20, pilot="on") as ring:
+        ring.on_deliver = watch
+        trial = ring.services["expert_io"]._trial
+        n_visits = sum(layer < ring.spec.n_layers for layer in ring.spec.moe_layers)
+        ring.generate(prompt, 200)
+        assert trial.block_visits > 3 * n_visits
+        assert 0 < len(hints) < 199 * (n_visits - 1), "a block without guesses has passed"
+        trial.is_on, trial._rest_left = False, 10_000
+        ring.generate(prompt, 2)  # whose first visit tells the router
+        hints.clear()
+        tokens = ring.generate(prompt, 10).tokens
+        assert not hints
+    with Ring(model, tmp_path) as ring:
+        assert ring.generate(prompt, 10).tokens == tokens
