@@ -23,23 +23,23 @@ ROUNDS = 8
 PAUSE_S = 0.0005
 """Longer than anybody spins, so that both ends really sleep."""
 WAIT_MS = 5000
-Turn = tuple[Callable[[], None], Callable[[], None]]
-"""(send, receive) of one end."""
+End = tuple[Callable[[], None], Callable[[], None], Callable[[], None]]
+"""(send, receive, close) of one end."""
 
 
-def pipe_end(reads: int, writes: int) -> Turn:
+def pipe_end(reads: int, writes: int) -> End:
     def receive() -> None:
         if not os.read(reads, 1):
             raise SystemExit(0)  # the other end is gone
 
-    return lambda: _sent(os.write(writes, b".")), receive
+    return lambda: _sent(os.write(writes, b".")), receive, lambda: None
 
 
 def _sent(n: int) -> None:
     assert n == 1
 
 
-def bus_end(directory: str, me: str, other: str) -> Turn:
+def bus_end(directory: str, me: str, other: str) -> End:
     bus = Bus(Endpoints(directory, "hops"), me, 1, (HiddenReady,), peers=(other,))
     message = HiddenReady(1, 2, 0, 1)
 
@@ -48,22 +48,22 @@ def bus_end(directory: str, me: str, other: str) -> Turn:
             if os.getppid() == 1:
                 raise SystemExit(0)
 
-    return lambda: bus.post(other, message), receive
+    return lambda: bus.post(other, message), receive, lambda: bus.close(0)
 
 
-def hop_us(make: Callable[[bool], Turn], n_hops: int) -> float:
+def hop_us(make: Callable[[bool], End], n_hops: int) -> float:
     """Median of half a round trip; ``make(is_child)`` opens one end."""
     child = os.fork()
     if child == 0:
         try:
-            send, receive = make(True)
+            send, receive, _ = make(True)
             while True:
                 receive()
                 send()
         finally:
             os._exit(0)
+    send, receive, close = make(False)
     try:
-        send, receive = make(False)
         times = []
         for _ in range(n_hops + 10):
             time.sleep(PAUSE_S)
@@ -75,6 +75,7 @@ def hop_us(make: Callable[[bool], Turn], n_hops: int) -> float:
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        close()
 
 
 def one_round(n_hops: int) -> dict[str, float]:
