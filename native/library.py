@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from collections.abc import Sequence
 from importlib import resources
@@ -53,6 +54,7 @@ def open_library(path: Path) -> ctypes.CDLL:
     opened.cb_pool_new.restype = ctypes.c_void_p
     opened.cb_pool_new.argtypes = [ctypes.c_int]
     opened.cb_pool_threads.argtypes = [ctypes.c_void_p]
+    opened.cb_quota_cpus.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     opened.cb_pool_free.restype = None
     opened.cb_pool_free.argtypes = [ctypes.c_void_p]
     return opened
@@ -170,6 +172,18 @@ def dispatch_text() -> str:
     """Which rung each kernel family uses, for the log."""
     text: bytes = lib.cb_dispatch_text()
     return text.decode()
+
+
+def default_threads() -> int:
+    """Physical cores that this process may use by its affinity mask, at most the CPUs that its control groups grant."""
+    n_threads: int = lib.cb_default_threads()
+    return n_threads
+
+
+def quota_cpus(membership: str | os.PathLike[str], root: str | os.PathLike[str]) -> int:
+    """CPUs that control groups grant, rounded up; 0: no limit. ``membership``: a /proc/PID/cgroup, ``root``: /sys/fs/cgroup."""
+    granted: int = lib.cb_quota_cpus(os.fsencode(membership), os.fsencode(root))
+    return granted
 
 
 class Pool:

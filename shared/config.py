@@ -187,11 +187,6 @@ def _in_our_words(text: str) -> str:
     return f"{key}: {problem}{allowed}"
 
 
-def usable_cpus() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def freeze(config: GroupConfig, path: Path) -> None:
     """Writes the configuration, readable by the user alone, at once or not at all."""
     new = path.with_name(path.name + ".new")

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from shared.config import Settings, usable_cpus
+from native.library import default_threads
+from shared.config import Settings
 from shared.container.format import Facts
 from shared.errors import CapacityError, ConfigError
 from shared.kv_layout import KV_BLOCK, blocks_for, kv_layout
@@ -213,7 +214,7 @@ def _ledger(
     n_drafts: int,
     frame_bytes: Callable[..., int],
 ) -> Ledger:
-    n_threads = settings.threads or usable_cpus()
+    n_threads = settings.threads or default_threads()
     n_sequences = settings.max_sequences or DEFAULT_SEQUENCES
     layers = [layer for layer in spec.moe_layers if layer < spec.n_layers or n_drafts]
     records = dict(zip(spec.moe_layers, facts.record_bytes))

@@ -27,10 +27,9 @@ from bench.peers.gguf_file import write_gguf
 from bench.peers.report import OURS, Comparison, Rates, as_json, as_text
 from bench.peers.shapes import HEAD_TYPES, SHAPES, make_model
 from bench.roofline import BenchError
-from native.library import Pool
+from native.library import Pool, default_threads
 from native.memory import HugeBuffer
 from native.probe import read_rate
-from shared.config import usable_cpus
 from shared.container.format import INDEX_NAME
 from shared.errors import ColibriError
 
@@ -80,7 +79,7 @@ class Run:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.model = make_model(options.shape, options.layers, options.dense, options.head_type)
-        self.n_threads: int = options.threads or usable_cpus()
+        self.n_threads: int = options.threads or default_threads()
         stem = f"{options.shape}-{options.layers}-{options.dense}"
         self.gguf: Path = options.dir / f"{stem}-{options.head_type}.gguf"
         self.container: Path = options.dir / f"{stem}-container"

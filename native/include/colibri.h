@@ -72,6 +72,11 @@ CB_API const char *cb_dispatch_text(void);
 typedef struct cb_pool cb_pool;
 CB_API cb_pool *cb_pool_new(int n_threads);
 CB_API int cb_pool_threads(const cb_pool *pool);
+/* What n = 0 means here and now. */
+CB_API int cb_default_threads(void);
+/* CPUs, rounded up, that control groups grant to the process whose /proc/PID/cgroup is `membership`, of versions 1 and 2 below
+ * `root` (/sys/fs/cgroup); every group upwards counts. 0: no limit. */
+CB_API int cb_quota_cpus(const char *membership, const char *root);
 CB_API void cb_pool_free(cb_pool *pool);
 
 /* ---- matrices -------------------------------------------------------------------------------------------- */
@@ -81,7 +86,7 @@ CB_API void cb_pool_free(cb_pool *pool);
  *   CB_F32, CB_BF16  [nb][in][16]                       no scales
  *   CB_Q8            [nb][ng][16 kq][16 rows][4] u8 = q + 128, input 64g + 4kq + j; scale f32 [nb*16], one per row
  *   CB_Q4            [nb][ng][ 8 kq][16 rows][4] u8, low nibble = q + 8 of input 64g + 4kq + j, high nibble = q + 8
- *                    of input 64g + 32 + 4kq + j; scale f16 [nb][ng][16]
+ *                    of input 64g + 32 + 4kq + j; scale f16 [nb][ng][16], of either sign
  * nb = ceil(out/16), ng = ceil(in/64). Padding rows and inputs hold q = 0 (stored 128 / 8) and scale 0, or 0.0f.
  * Stacked matrices (one per head) lie one after another: matrix i starts i*cb_matrix_bytes(...) bytes on; the same
  * holds for their scales.

@@ -9,7 +9,6 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -176,65 +175,7 @@ void cb_parallel_for(cb_pool *p, int64_t n_items, int64_t grain, cb_job_fn fn, v
     }
 }
 
-/* ---- how many threads ------------------------------------------------------------------------------------ */
-
-/* CPU time the control group grants, in CPUs; 0 when it sets no limit. */
-static int cgroup_cpus(void)
-{
-    char line[64] = "";
-    double quota = -1, period = 0;
-    FILE *f = fopen("/sys/fs/cgroup/cpu.max", "re");
-    if (f) {
-        if (fgets(line, sizeof line, f) && strncmp(line, "max", 3))
-            if (sscanf(line, "%lf %lf", &quota, &period) != 2)
-                quota = -1;
-        fclose(f);
-    } else if ((f = fopen("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "re"))) {
-        if (fscanf(f, "%lf", &quota) != 1)
-            quota = -1;
-        fclose(f);
-        if ((f = fopen("/sys/fs/cgroup/cpu/cpu.cfs_period_us", "re"))) {
-            if (fscanf(f, "%lf", &period) != 1)
-                period = 0;
-            fclose(f);
-        }
-    }
-    if (quota <= 0 || period <= 0)
-        return 0;
-    int n = (int)(quota / period + 0.999);
-    return n < 1 ? 1 : n;
-}
-
-/* A core's second hyper-thread adds nothing to kernels that wait for memory: count the first of each core. */
-static int usable_cores(void)
-{
-    cpu_set_t set;
-    if (sched_getaffinity(0, sizeof set, &set))
-        return (int)CB_MAX(1, sysconf(_SC_NPROCESSORS_ONLN));
-    int n = 0;
-    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
-        if (!CPU_ISSET(cpu, &set))
-            continue;
-        char path[96];
-        int first = cpu;
-        snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list", cpu);
-        FILE *f = fopen(path, "re");
-        if (f) {
-            if (fscanf(f, "%d", &first) != 1)
-                first = cpu;
-            fclose(f);
-        }
-        if (first == cpu || first < 0 || first >= CPU_SETSIZE || !CPU_ISSET(first, &set))
-            n++;
-    }
-    return n < 1 ? 1 : n;
-}
-
-static int default_threads(void)
-{
-    int n = usable_cores(), quota = cgroup_cpus();
-    return quota && quota < n ? quota : n;
-}
+/* ---- life of a pool ------------------------------------------------------------------------------------------ */
 
 static int64_t spin_from_environment(void)
 {
@@ -256,7 +197,7 @@ cb_pool *cb_pool_new(int n_threads)
     if (!p)
         return NULL;
     memset(p, 0, sizeof *p);
-    p->n_threads = n_threads ? n_threads : CB_MIN(default_threads(), MAX_THREADS);
+    p->n_threads = n_threads ? n_threads : CB_MIN(cb_default_threads(), MAX_THREADS);
     p->spin_ns = spin_from_environment();
     pthread_mutex_init(&p->held, NULL);
     for (int i = 1; i < p->n_threads; i++) {

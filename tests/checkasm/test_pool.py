@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from native.kernels import linear, rmsnorm
-from native.library import NativeError, Pool
+from native.library import NativeError, Pool, default_threads, quota_cpus
 from native.matrix import ACT_Q8
 from tests.checkasm.kit import activations, assert_same, random_matrix
 
@@ -24,7 +24,39 @@ def test_default_is_the_cores_this_process_may_use() -> None:
     done = subprocess.run([sys.executable, "-c", one], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
     with Pool() as pool:
+        assert pool.n_threads == default_threads()
         assert 1 <= pool.n_threads <= len(os.sched_getaffinity(0))
+
+
+GROUPS = {
+    "none": ({}, "0::/a/b\n", 0),
+    "own": ({"a/b/cpu.max": "150000 100000"}, "0::/a/b\n", 2),
+    "a group above": ({"a/cpu.max": "100000 100000", "a/b/cpu.max": "max 100000"}, "0::/a/b\n", 1),
+    "the smallest counts": ({"a/cpu.max": "300000 100000", "a/b/cpu.max": "700000 100000"}, "0::/a/b\n", 3),
+    "the root of a namespace": ({"cpu.max": "50000 100000"}, "0::/\n", 1),
+    "another group's": ({"c/cpu.max": "100000 100000"}, "0::/a/b\n", 0),
+    "version 1": (
+        {"cpu,cpuacct/a/cpu.cfs_quota_us": "250000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
+        "5:memory:/x\n4:cpu,cpuacct:/a\n0::/\n",
+        3,
+    ),
+    "version 1 without a limit": (
+        {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, "4:cpuacct,cpu:/a\n", 0,
+    ),
+    "cpuset is not cpu": ({"cpuset/a/cpu.cfs_quota_us": "100000", "cpuset/a/cpu.cfs_period_us": "100000"}, "2:cpuset:/a\n", 0),
+    "nonsense": ({"a/b/cpu.max": "\n"}, "what\n0:\n0::/a/b\n", 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "membership", "granted"), GROUPS.values(), ids=GROUPS.keys())
+def test_quota_of_control_groups(files: dict[str, str], membership: str, granted: int, tmp_path: Path) -> None:
+    for name, text in files.items():
+        path = tmp_path / "fs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "cgroup").write_text(membership)
+    assert quota_cpus(tmp_path / "cgroup", tmp_path / "fs") == granted
+    assert quota_cpus(tmp_path / "absent", tmp_path / "fs") == 0
 
 
 def test_one_thread_means_no_workers() -> None:
