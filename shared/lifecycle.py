@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -170,6 +171,8 @@ class _Life:
     def ready(self, facts: dict[str, str]) -> None:
         ctx = self.ctx
         self._facts = tuple(facts.items())
+        gc.collect()
+        gc.freeze()  # what was loaded stays; a collection in the middle of a step need not walk through it
         ctx.state = READY if ctx.state == STARTING else ctx.state
         ctx.set_stage("")
         ctx.log.info("service_ready", **facts)

@@ -175,9 +175,6 @@ class ExpertIoService(Service):
             experts = self._batch_union(visit, frame.gate_id[: visit.n_rows])
             passing = self._passing(visit, msg.n_prefill)
             visit.run = LayerRun(visit.step, visit.layer, experts, self._table, passing)
-            if self._usage:
-                weights = [passing.get(e, 1.0) for e in experts] if passing else 1.0
-                self._usage.count(visit.layer, experts, weights)
             promote, orders = visit.run.start()
             for slot in promote:
                 self._store.promote(slot)
@@ -186,11 +183,15 @@ class ExpertIoService(Service):
             self._plan_ahead(visit.run)
             counters = visit.run.counters
             stage.n_bytes = pack_found(counters.hits, counters.late_hits, counters.misses)
-            self._counters.add("hits", counters.hits)
-            self._counters.add("late_hits", counters.late_hits)
-            self._counters.add("misses", counters.misses)
-            self._counters.add("pilot_useful", counters.useful_guesses)
-            self._counters.add("ahead_useful", counters.useful_ahead)
+
+    def _account(self, run: LayerRun) -> None:
+        """What a visit found, booked once it is over."""
+        counters = run.counters
+        self._counters.add("hits", counters.hits)
+        self._counters.add("late_hits", counters.late_hits)
+        self._counters.add("misses", counters.misses)
+        self._counters.add("pilot_useful", counters.useful_guesses)
+        self._counters.add("ahead_useful", counters.useful_ahead)
 
     def _batch_union(self, visit: Visit, gate_id: NDArray[np.int32]) -> list[int]:
         """The distinct experts, ascending; fills ``rows_of``: expert -> (rows, places in parts)."""
@@ -251,8 +252,10 @@ class ExpertIoService(Service):
         """Prefill streams the layers: the disk goes on with the next one while this one computes and the next attends."""
         self._ahead.clear()
         self._ahead_room = run.passing_limit
+        if len(run.passing) < AHEAD_SHARE * self._spec.n_experts:
+            return
         following = next((layer for layer in self._layers if run.layer < layer < self._spec.n_layers), None)
-        if following is not None and len(run.passing) >= AHEAD_SHARE * self._spec.n_experts:
+        if following is not None:
             self._ahead.extend((following, expert) for expert in range(self._spec.n_experts))
             self._read_ahead()
 
@@ -314,6 +317,11 @@ class ExpertIoService(Service):
         expected = self._usage.expected()
         self._table.policy.restore(expected)
         self._to_warm.extend(list(expected)[: len(self._table.slots)])
+
+    @staticmethod
+    def _count_usage(usage: UsageHistory, run: LayerRun) -> None:
+        weights = [run.passing.get(e, 1.0) for e in run.experts] if run.passing else 1.0
+        usage.count(run.layer, run.experts, weights)
 
     def _save_usage(self) -> None:
         """Writes the history if there is anything new in it."""
@@ -445,11 +453,17 @@ class ExpertIoService(Service):
             self._report_non_finite(visit, frame)
         for row, fault in visit.failed_rows.items():
             self._ctx.bus.post("router", LayerFailed(visit.step, visit.layer, row, fault.code, fault.message))
-        if visit.is_trial:
-            self._trial.visited(time.monotonic_ns() - visit.begin_ns)
-            self._counters.set("pilot_paused", int(not self._trial.is_on))
         self._visit = None
+        took_ns = time.monotonic_ns() - visit.begin_ns
         self._ctx.bus.post(visit.sender, Mixed(visit.step, visit.layer, visit.frame_number))
+        # From here on attention computes, and nobody waits for what is only counted.
+        assert visit.run
+        self._account(visit.run)
+        if self._usage:
+            self._count_usage(self._usage, visit.run)
+        if visit.is_trial:
+            self._trial.visited(took_ns)
+            self._counters.set("pilot_paused", int(not self._trial.is_on))
 
     def _report_non_finite(self, visit: Visit, frame: Frame) -> None:
         """Name the expert whose output is not finite and stop it from spreading."""
@@ -474,6 +488,7 @@ class ExpertIoService(Service):
         self._ahead.clear()
         if visit and visit.run:
             visit.run.abandon()
+            self._account(visit.run)
 
     # -- reads -----------------------------------------------------------------------------------------------
 
