@@ -8,7 +8,7 @@
     8       i64   incarnation of the sender
     16      u64   sequence number, per sender and receiver
 
-The header lets a receiver drop what a dead predecessor left in a queue, and see a gap. Both parts are one ZeroMQ frame:
+The header lets a receiver drop what a dead predecessor left in a queue, and see a gap. Both parts are one frame:
 a second frame costs a system call's worth of Python on each side and carries no information.
 """
 
