@@ -428,7 +428,7 @@ class ExpertIoService(Service):
                 taken.append(expert)
                 n_pairs += len(rows)
             self._jobs.run(self._pool, self._frame(visit).hidden, self._parts)
-            stage.n_bytes = len(taken) * self._store.slot_bytes
+            stage.n_bytes = len(taken) * self._store.slab.slot_bytes
         self._counters.add("expert_runs", len(taken))
         self._counters.add("expert_rows", n_pairs)
         run.computed(taken)

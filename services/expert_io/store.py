@@ -1,7 +1,7 @@
-"""The expert store's memory and files: one slab of slots, one file per MoE layer, reads into slots.
+"""The expert store: reads that bring records from their sources into slots, verified, ready for the kernels.
 
-Owns the slab, the file descriptors and the read pool. Does not choose victims (``slots.py``) nor order work
-(``layer_run.py``). Runs in expert_io.
+Joins the slab (``slab.py``), the files (``sources.py``) and the read pool. Does not choose victims (``slots.py``) nor order
+work (``layer_run.py``). Runs in expert_io.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 from native.kernels import Ffn
 from native.matrix import Matrix, matrix
-from native.memory import HugeBuffer
 from native.reader import ReadDone, Reader
+from services.expert_io.slab import Slab
 from services.expert_io.slots import Slot
+from services.expert_io.sources import RecordSources, Source
 from shared.container.format import ExpertLayout
-from shared.container.reader import Container, ExpertFile
+from shared.container.reader import Container
 from shared.errors import StoreError
 from shared.residency import Key
 
@@ -39,57 +40,41 @@ class ExpertStore:
     def __init__(
         self, container: Container, layers: tuple[int, ...], n_slots: int, slot_bytes: int, direct_io: str
     ) -> None:
-        self._files: dict[int, ExpertFile] = {layer: container.experts[layer] for layer in layers}
-        largest = max((f.record_bytes for f in self._files.values()), default=READ_ALIGN)
+        self._sources = RecordSources(container, layers, direct_io)
+        largest = max((f.record_bytes for f in self._sources.files.values()), default=READ_ALIGN)
         if slot_bytes < largest:
             raise StoreError(
                 f"A slot has {slot_bytes} bytes but the largest expert record has {largest}; this is a fault."
             )
-        self.slot_bytes = slot_bytes
-        self._slab = HugeBuffer(n_slots * slot_bytes)
+        self.slab = Slab(n_slots, slot_bytes)
         self._spec = container.spec
-        self._fds: dict[int, int] = {}
-        self.is_direct = direct_io != "off"
-        for layer, file in self._files.items():
-            self._fds[layer] = self._open(str(file.path), direct_io)
         self.reader = Reader(PIECES_IN_FLIGHT, PIECE_BYTES)
         self._verified: set[Key] = set()
-        self._reads: dict[int, tuple[Slot, int, Key]] = {}
+        self._reads: dict[int, tuple[Slot, int, Key, Source]] = {}
         self._next_tag = 1
         self._tag_of_slot: dict[int, int] = {}
         self._ffns: dict[tuple[int, int], Ffn] = {}
 
-    def _open(self, path: str, direct_io: str) -> int:
-        flags = os.O_RDONLY | os.O_CLOEXEC
-        if self.is_direct:
-            try:
-                return os.open(path, flags | os.O_DIRECT)
-            except OSError:
-                if direct_io == "on":
-                    raise StoreError(
-                        f'{path} can\'t be opened for direct reads; this file system has none. Use direct_io = "auto".'
-                    ) from None
-                # One mount serves all files of a model: buffered for all, so that the facts say one thing.
-                self.is_direct = False
-        return os.open(path, flags)
+    @property
+    def is_direct(self) -> bool:
+        return self._sources.is_direct
 
     # -- reads -----------------------------------------------------------------------------------------------
 
     def start_read(self, slot: Slot, *, speculative: bool) -> None:
         """Read the record of ``slot.key`` into the slot; ``finished`` tells when it is there."""
         assert slot.key is not None
-        layer, expert = slot.key
-        file = self._files[layer]
+        source = self._sources.choose(slot.key)
         tag = self._next_tag
         self._next_tag += 1
-        self._reads[tag] = (slot, slot.generation, slot.key)
+        self._reads[tag] = (slot, slot.generation, slot.key, source)
         self._tag_of_slot[slot.index] = tag
         self.reader.submit(
             tag,
-            self._fds[layer],
-            file.offset_of(expert),
-            file.record_bytes,
-            self._slab.address + slot.index * self.slot_bytes,
+            source.fd,
+            source.offset,
+            source.n_bytes,
+            self.slab.address(slot.index),
             speculative=speculative,
             checksum=slot.key not in self._verified,
         )
@@ -110,17 +95,16 @@ class ExpertStore:
         """Reads that ended since the last call, with the fault of those that failed."""
         out: list[tuple[Slot, ReadDone, ReadFault | None]] = []
         for done in self.reader.take():
-            slot, generation, key = self._reads.pop(done.tag)
+            slot, generation, key, source = self._reads.pop(done.tag)
             if self._tag_of_slot.get(slot.index) == done.tag:
                 del self._tag_of_slot[slot.index]
             assert slot.generation == generation, "a slot got a new tenant while its read was in flight"
-            out.append((slot, done, None if done.cancelled else self._fault(key, done)))
+            out.append((slot, done, None if done.cancelled else self._fault(key, done, source)))
         return out
 
-    def _fault(self, key: Key, done: ReadDone) -> ReadFault | None:
+    def _fault(self, key: Key, done: ReadDone, source: Source) -> ReadFault | None:
         layer, expert = key
-        file = self._files[layer]
-        where = f"expert {expert} of layer {layer} in {file.path} at offset {file.offset_of(expert)}"
+        where = f"expert {expert} of layer {layer} in {source.path} at offset {source.offset}"
         if done.error:
             return ReadFault(
                 key,
@@ -130,7 +114,7 @@ class ExpertStore:
             )
         if key not in self._verified:
             found = f"{done.checksum:016x}"
-            expected = file.checksums[expert]
+            expected = self._sources.files[layer].checksums[expert]
             if found != expected:
                 return ReadFault(
                     key,
@@ -148,9 +132,9 @@ class ExpertStore:
         assert slot.key is not None
         cached = self._ffns.get((slot.index, slot.key[0]))
         if cached is None:
-            file = self._files[slot.key[0]]
+            file = self._sources.files[slot.key[0]]
             cached = expert_ffn(
-                self._slab.address + slot.index * self.slot_bytes,
+                self.slab.address(slot.index),
                 file.layout,
                 file.format,
                 self._spec.hidden,
@@ -161,10 +145,8 @@ class ExpertStore:
 
     def close(self) -> None:
         self.reader.close()
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
-        self._slab.close()
+        self._sources.close()
+        self.slab.close()
 
 
 def expert_ffn(address: int, layout: ExpertLayout, fmt: str, hidden: int, inner: int) -> Ffn:
