@@ -121,7 +121,7 @@ class Client:
                 raise self._unreachable(error) from None
 
     def stream(self, path: str, body: dict[str, Any], answer: Answer) -> Generator[str, None, None]:
-        """Sends a streaming request; yields pieces of text and fills ``answer``. Raises ServerError."""
+        """Sends a streaming request; yields text as it comes ("" for a token without) and fills ``answer``. Raises ServerError."""
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
         began = time.monotonic()
         with self._connection(SILENCE_TIMEOUT_S) as connection:
@@ -141,8 +141,8 @@ class Client:
                     if not answer.first_token_s and (text or len(answer.token_ids) > n_before):
                         answer.first_token_s = time.monotonic() - began
                         answer.n_first = max(1, len(answer.token_ids))
-                    if text:
-                        answer.text += text
+                    answer.text += text
+                    if text or len(answer.token_ids) > n_before:
                         yield text
                 answer.total_s = time.monotonic() - began
             except TimeoutError:
