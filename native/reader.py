@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from native.library import OK, NativeError, check_struct, declare, fail, lib
 
 _TAKE = 64
+ENGINES = ("threads", "uring")
+"""Who asks the system: threads in pread(2), or one thread with an io_uring. In the order of the C enumeration."""
 
 
 class _ReadDone(ctypes.Structure):
@@ -39,9 +42,12 @@ check_struct(_ReadDone, "cb_read_done")
 check_struct(_ReadCounters, "cb_read_counters")
 
 _handle, _int, _i64, _u64, _ptr = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
-PREAD_FN = ctypes.CFUNCTYPE(ctypes.c_ssize_t, _int, _ptr, ctypes.c_size_t, ctypes.c_int64, use_errno=True)
+STARTING_FN = ctypes.CFUNCTYPE(None, _i64, _i64)
+ENDED_FN = ctypes.CFUNCTYPE(_i64, _i64, _i64, _ptr, _i64)
 PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
-    "cb_reader_new": (_handle, [_int, _i64]),
+    "cb_reader_new": (_handle, [_int, _int, _i64, _i64]),
+    "cb_reader_engine": (_int, [_handle]),
+    "cb_uring_refusal": (_int, []),
     "cb_reader_fd": (_int, [_handle]),
     "cb_reader_submit": (_int, [_handle, _u64, _int, _i64, _i64, _ptr, _int, _int]),
     "cb_reader_promote": (_int, [_handle, _u64]),
@@ -49,10 +55,16 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cb_reader_take": (_i64, [_handle, ctypes.POINTER(_ReadDone), _i64]),
     "cb_reader_counters": (None, [_handle, ctypes.POINTER(_ReadCounters)]),
     "cb_reader_free": (None, [_handle]),
-    "cb_reader_set_pread_for_test": (None, [_ptr]),
+    "cb_reader_hooks_for_test": (None, [_ptr, _ptr]),
 }
 for _name, (_restype, _argtypes) in PROTOTYPES.items():
     declare(_name, _restype, _argtypes)
+
+
+def uring_refusal() -> str:
+    """Why io_uring can't be used here, in the system's words; '' when it can."""
+    error = lib.cb_uring_refusal()
+    return os.strerror(error) if error else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +94,27 @@ class ReadCounters:
 
 
 class Reader:
-    """Threads that read pieces of `piece_bytes` (a multiple of 4096; 0 = 2 MiB), at most one piece each.
+    """Reads in pieces, at most `depth` (1..64) in flight.
 
-    `fd` is readable while finished reads wait for `take`. Descriptors and targets belong to the caller and must live
-    until the read has come back. One read per tag may be pending.
+    `piece_bytes`, `speculative_piece_bytes`: multiples of 4096; 0 means 2 MiB, and at most 1 MiB for speculation. `engine`:
+    one of ENGINES; where io_uring is refused the threads read, and the attribute `engine` says so. `fd` is readable while
+    finished reads wait for `take`. Descriptors and targets belong to the caller and must live until the read has come
+    back. One read per tag may be pending.
     """
 
-    def __init__(self, n_threads: int, piece_bytes: int) -> None:
-        handle = lib.cb_reader_new(n_threads, piece_bytes)
+    def __init__(
+        self, depth: int, piece_bytes: int, speculative_piece_bytes: int = 0, *, engine: str = "threads"
+    ) -> None:
+        handle = lib.cb_reader_new(ENGINES.index(engine), depth, piece_bytes, speculative_piece_bytes)
         if not handle:
             raise NativeError(
-                f"cb_reader_new: cannot start {n_threads} threads (1..64) with pieces of {piece_bytes} bytes "
-                "(a multiple of 4096)"
+                f"cb_reader_new: cannot start {engine} for {depth} pieces at a time (1..64) of {piece_bytes} bytes "
+                f"({speculative_piece_bytes} for speculation; multiples of 4096, at most 1 GiB)"
             )
         self._handle: int | None = handle
         self._room = (_ReadDone * _TAKE)()
         self.fd: int = lib.cb_reader_fd(handle)
+        self.engine = ENGINES[lib.cb_reader_engine(handle)]
 
     def submit(
         self,

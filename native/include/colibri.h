@@ -265,8 +265,8 @@ CB_API uint64_t cb_hash64(const void *data, int64_t n);
 
 /* ---- read pool ------------------------------------------------------------------------------------------- */
 
-/* Aligned reads into slots with a bounded number of pieces in flight. Demand pieces always start before speculative
- * ones; no speculative piece starts while a demand read is unfinished. Completion makes `fd` readable (eventfd). */
+/* Aligned reads into slots, in pieces of which at most `depth` are in flight. Demand pieces always start before speculative
+ * ones; no speculative piece starts while bytes of a demand read are missing. Completion makes `fd` readable (eventfd). */
 typedef struct cb_reader cb_reader;
 
 enum { CB_READ_DEMAND = 0, CB_READ_SPECULATIVE = 1 };
@@ -287,8 +287,17 @@ typedef struct {
     int64_t busy_ns;   /* time with at least one piece in flight */
 } cb_read_counters;
 
-/* piece_bytes: a multiple of 4096; 0 = 2 MiB. NULL when an argument or the system says no. */
-CB_API cb_reader *cb_reader_new(int n_threads, int64_t piece_bytes);
+/* Who asks the system: threads in pread(2), or io_uring, which some kernels and most containers forbid. */
+enum { CB_READ_THREADS = 0, CB_READ_URING = 1 };
+#define CB_READ_MAX_PIECE ((int64_t)1 << 30)
+
+/* Pieces: multiples of 4096; 0 = 2 MiB for demand, of that at most 1 MiB for speculation, so that demand waits for little.
+ * depth: 1 .. 64. Where io_uring is refused the threads read. NULL when an argument or the system says no. */
+CB_API cb_reader *cb_reader_new(int engine, int depth, int64_t piece_bytes, int64_t speculative_piece_bytes);
+/* The engine at work. */
+CB_API int cb_reader_engine(const cb_reader *reader);
+/* 0 when io_uring can be used now, else the errno that says why not (ENOSYS, EPERM, EOPNOTSUPP: too old, ...). */
+CB_API int cb_uring_refusal(void);
 CB_API int cb_reader_fd(const cb_reader *reader);
 /* fd opened by the caller (O_DIRECT or not; offset, bytes and target must then be multiples of 4096). Transient errors
  * (EINTR, EAGAIN, EIO) and short reads are retried three times. CB_EINVAL also when a read of this tag is pending. */
@@ -303,9 +312,11 @@ CB_API int64_t cb_reader_take(cb_reader *reader, cb_read_done *out, int64_t n);
 CB_API void cb_reader_counters(cb_reader *reader, cb_read_counters *out);
 /* Waits for pieces in flight, forgets what is pending or was not taken. */
 CB_API void cb_reader_free(cb_reader *reader);
-/* Tests only: every reader calls fn instead of pread(2); NULL puts pread back. */
-typedef ssize_t (*cb_pread_fn)(int fd, void *target, size_t bytes, off_t offset);
-CB_API void cb_reader_set_pread_for_test(cb_pread_fn fn);
+/* Tests only, for all readers; NULL takes them away. `starting` is told what the system is about to be asked for; `ended`
+ * what it said (bytes, or -errno) and returns what the reader is to believe. Both engines really read in between. */
+typedef void (*cb_read_starting_fn)(int64_t offset, int64_t bytes);
+typedef int64_t (*cb_read_ended_fn)(int64_t offset, int64_t bytes, void *target, int64_t result);
+CB_API void cb_reader_hooks_for_test(cb_read_starting_fn starting, cb_read_ended_fn ended);
 
 /* ---- limits of the machine (colibri bench) ----------------------------------------------------------------- */
 

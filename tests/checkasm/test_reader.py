@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 import select
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +19,7 @@ import pytest
 
 from native.library import NativeError, lib
 from native.memory import HugeBuffer, hash64
-from native.reader import PREAD_FN, ReadDone, Reader
+from native.reader import ENDED_FN, STARTING_FN, ReadDone, Reader, uring_refusal
 
 PIECE = 4096 * 4
 N_BYTES = 1 << 20
@@ -40,7 +43,8 @@ def target() -> Iterator[HugeBuffer]:
 
 
 class Disk:
-    """Stands in for pread(2): a log of (offset, bytes) calls, a gate that holds them, and faults by script."""
+    """Between the reader and the system: a log of (offset, bytes) asked for, a gate that holds the answers, and faults by
+    script. Both engines really read; a short answer takes the bytes it denies out of the target again."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -49,26 +53,26 @@ class Disk:
         self.gate.set()
         self.started = threading.Semaphore(0)
         self._lock = threading.Lock()
-        self._hook = PREAD_FN(self._pread)
+        self._hooks = STARTING_FN(self._starting), ENDED_FN(self._ended)
 
-    def _pread(self, fd: int, target: int, n: int, offset: int) -> int:
+    def _starting(self, offset: int, n: int) -> None:
         with self._lock:
             self.calls.append((offset, n))
+        self.started.release()
+
+    def _ended(self, offset: int, n: int, target: int, result: int) -> int:
+        self.gate.wait(20)
+        with self._lock:
             script = self.faults.get(offset)
             fault = script.pop(0) if script else None
-        self.started.release()
-        self.gate.wait(20)
-        if isinstance(fault, int):
-            ctypes.set_errno(fault)
-            return -1
-        if fault == "eof":
-            return 0
-        got = os.pread(fd, max(1, n // 2) if fault == "short" else n, offset)
-        ctypes.memmove(target, got, len(got))
-        return len(got)
+        if fault is None:
+            return result
+        left = max(1, n // 2) if fault == "short" else 0
+        ctypes.memset(target + left, 0xEE, n - left)
+        return -fault if isinstance(fault, int) else left
 
     def install(self) -> None:
-        lib.cb_reader_set_pread_for_test(ctypes.cast(self._hook, ctypes.c_void_p))
+        lib.cb_reader_hooks_for_test(*(ctypes.cast(hook, ctypes.c_void_p) for hook in self._hooks))
 
 
 @pytest.fixture
@@ -77,7 +81,18 @@ def disk() -> Iterator[Disk]:
     made.install()
     yield made
     made.gate.set()
-    lib.cb_reader_set_pread_for_test(None)
+    lib.cb_reader_hooks_for_test(None, None)
+
+
+OpenReader = Callable[..., Reader]
+
+
+@pytest.fixture(params=["threads", "uring"])
+def open_reader(request: pytest.FixtureRequest) -> OpenReader:
+    """The constructor, for each engine."""
+    if request.param == "uring" and (why := uring_refusal()):
+        pytest.skip(f"io_uring: {why}")
+    return functools.partial(Reader, engine=request.param)
 
 
 def collect(reader: Reader, n: int, timeout_s: float = 20) -> list[ReadDone]:
@@ -104,9 +119,11 @@ def content(fd: int, offset: int, n: int) -> bytes:
 
 
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_brings_the_right_bytes_and_their_checksum(n_threads: int, data_file: int, target: HugeBuffer) -> None:
+def test_brings_the_right_bytes_and_their_checksum(
+    open_reader: OpenReader, n_threads: int, data_file: int, target: HugeBuffer
+) -> None:
     wanted = [(1, 0, N_BYTES), (2, 4096, PIECE), (3, 8191, 3 * PIECE + 17), (4, N_BYTES - 1, 1)]
-    with Reader(n_threads, PIECE) as reader:
+    with open_reader(n_threads, PIECE) as reader:
         for i, (tag, offset, n) in enumerate(wanted):
             reader.submit(tag, data_file, offset, n, target.address + i * N_BYTES, checksum=tag % 2 == 1)
         done = {d.tag: d for d in collect(reader, len(wanted))}
@@ -125,9 +142,11 @@ def test_brings_the_right_bytes_and_their_checksum(n_threads: int, data_file: in
     assert target.array[3 * N_BYTES + 1] == 0xEE, "a byte behind the last target was touched"
 
 
-def test_the_descriptor_stays_readable_until_all_are_taken(data_file: int, target: HugeBuffer) -> None:
+def test_the_descriptor_stays_readable_until_all_are_taken(
+    open_reader: OpenReader, data_file: int, target: HugeBuffer
+) -> None:
     n = 150  # more than one batch of take
-    with Reader(2, PIECE) as reader:
+    with open_reader(2, PIECE) as reader:
         for tag in range(n):
             reader.submit(tag, data_file, 0, 64, target.address + 64 * tag)
         assert sorted(d.tag for d in collect(reader, n)) == list(range(n))
@@ -135,9 +154,9 @@ def test_the_descriptor_stays_readable_until_all_are_taken(data_file: int, targe
 
 
 def test_pieces_are_of_the_size_asked_for_and_demand_reads_in_order(
-    disk: Disk, data_file: int, target: HugeBuffer
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
 ) -> None:
-    with Reader(1, PIECE) as reader:
+    with open_reader(1, PIECE) as reader:
         reader.submit(1, data_file, 0, 2 * PIECE + 100, target.address)
         reader.submit(2, data_file, 8 * PIECE, PIECE, target.address + N_BYTES)
         assert [d.tag for d in collect(reader, 2)] == [1, 2]
@@ -145,10 +164,10 @@ def test_pieces_are_of_the_size_asked_for_and_demand_reads_in_order(
 
 
 def test_demand_goes_before_speculation_which_stops_between_pieces(
-    disk: Disk, data_file: int, target: HugeBuffer
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
 ) -> None:
     disk.gate.clear()
-    with Reader(1, PIECE) as reader:
+    with open_reader(1, PIECE) as reader:
         reader.submit(1, data_file, 0, 4 * PIECE, target.address, speculative=True)
         disk.started.acquire()  # its first piece is being read
         reader.submit(2, data_file, 10 * PIECE, 2 * PIECE, target.address + N_BYTES)
@@ -163,11 +182,11 @@ def test_demand_goes_before_speculation_which_stops_between_pieces(
 
 
 def test_no_speculative_piece_starts_beside_an_unfinished_demand_read(
-    disk: Disk, data_file: int, target: HugeBuffer
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
 ) -> None:
     """Also when threads are idle: a guess must not take bandwidth from what somebody waits for."""
     disk.gate.clear()
-    with Reader(4, PIECE) as reader:
+    with open_reader(4, PIECE) as reader:
         reader.submit(1, data_file, 0, PIECE, target.address)
         reader.submit(2, data_file, PIECE, PIECE, target.address + PIECE, speculative=True)
         disk.started.acquire()
@@ -177,9 +196,38 @@ def test_no_speculative_piece_starts_beside_an_unfinished_demand_read(
         assert [d.tag for d in collect(reader, 2)] == [1, 2]
 
 
-def test_promoted_reads_are_demand(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+def test_guesses_come_in_smaller_pieces_and_a_promotion_changes_them_on_the_way(
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
     disk.gate.clear()
-    with Reader(1, PIECE) as reader:
+    n = 8 * PIECE + 100
+    with open_reader(1, 4 * PIECE, PIECE) as reader:
+        reader.submit(1, data_file, 0, n, target.address, speculative=True, checksum=True)
+        disk.started.acquire()
+        assert reader.promote(1)
+        disk.gate.set()
+        (done,) = collect(reader, 1)
+    assert disk.calls == [(0, PIECE), (PIECE, 4 * PIECE), (5 * PIECE, 3 * PIECE + 100)]
+    assert (done.bytes, done.checksum) == (n, hash64(content(data_file, 0, n)))
+
+
+def test_as_many_pieces_as_the_depth_says_are_in_flight(
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
+    disk.gate.clear()
+    with open_reader(3, PIECE) as reader:
+        reader.submit(1, data_file, 0, 8 * PIECE, target.address)
+        reader.submit(2, data_file, 8 * PIECE, PIECE, target.address + N_BYTES)
+        wait_until(lambda: len(disk.calls) >= 3, "three pieces on their way")
+        time.sleep(0.05)
+        assert sorted(offset // PIECE for offset, _ in disk.calls) == [0, 1, 2]
+        disk.gate.set()
+        assert sorted(d.tag for d in collect(reader, 2)) == [1, 2]
+
+
+def test_promoted_reads_are_demand(open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer) -> None:
+    disk.gate.clear()
+    with open_reader(1, PIECE) as reader:
         reader.submit(1, data_file, 0, PIECE, target.address, speculative=True)
         disk.started.acquire()
         reader.submit(2, data_file, PIECE, PIECE, target.address + PIECE, speculative=True)
@@ -193,10 +241,12 @@ def test_promoted_reads_are_demand(disk: Disk, data_file: int, target: HugeBuffe
     assert (counters.bytes_demand, counters.bytes_speculative) == (PIECE, 2 * PIECE)
 
 
-def test_a_read_in_flight_can_be_promoted(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+def test_a_read_in_flight_can_be_promoted(
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
     """From then on it holds back other guesses."""
     disk.gate.clear()
-    with Reader(2, PIECE) as reader:
+    with open_reader(2, PIECE) as reader:
         reader.submit(1, data_file, 0, PIECE, target.address, speculative=True)
         disk.started.acquire()
         assert reader.promote(1)
@@ -208,10 +258,10 @@ def test_a_read_in_flight_can_be_promoted(disk: Disk, data_file: int, target: Hu
 
 
 def test_cancelled_reads_come_back_once_and_start_no_more_pieces(
-    disk: Disk, data_file: int, target: HugeBuffer
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
 ) -> None:
     disk.gate.clear()
-    with Reader(1, PIECE) as reader:
+    with open_reader(1, PIECE) as reader:
         reader.submit(1, data_file, 0, 4 * PIECE, target.address, checksum=True)
         disk.started.acquire()
         reader.submit(2, data_file, 8 * PIECE, PIECE, target.address + N_BYTES)
@@ -229,9 +279,11 @@ def test_cancelled_reads_come_back_once_and_start_no_more_pieces(
         assert len(disk.calls) == 1
 
 
-def test_tags_are_free_again_when_the_read_has_finished(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+def test_tags_are_free_again_when_the_read_has_finished(
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
     disk.gate.clear()
-    with Reader(1, PIECE) as reader:
+    with open_reader(1, PIECE) as reader:
         reader.submit(1, data_file, 0, PIECE, target.address)
         with pytest.raises(NativeError, match="tag 1"):
             reader.submit(1, data_file, 0, PIECE, target.address + N_BYTES, speculative=True)
@@ -244,8 +296,8 @@ def test_tags_are_free_again_when_the_read_has_finished(disk: Disk, data_file: i
 # ---- faults --------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_ends_too_early_is_named(data_file: int, target: HugeBuffer) -> None:
-    with Reader(2, PIECE) as reader:
+def test_a_file_that_ends_too_early_is_named(open_reader: OpenReader, data_file: int, target: HugeBuffer) -> None:
+    with open_reader(2, PIECE) as reader:
         reader.submit(1, data_file, N_BYTES - PIECE, 2 * PIECE, target.address, checksum=True)
         reader.submit(2, data_file, N_BYTES - 100, 200, target.address + N_BYTES)
         reader.submit(3, data_file, 2 * N_BYTES, 10, target.address + 2 * N_BYTES)
@@ -256,12 +308,14 @@ def test_a_file_that_ends_too_early_is_named(data_file: int, target: HugeBuffer)
 
 
 @pytest.mark.parametrize("fault", [errno.EINTR, errno.EAGAIN, errno.EIO, "short"])
-def test_transient_faults_are_retried(fault: int | str, disk: Disk, data_file: int, target: HugeBuffer) -> None:
+def test_transient_faults_are_retried(
+    open_reader: OpenReader, fault: int | str, disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
     piece = 32768
     # A short read of half of what is left goes on from the middle.
     short = {piece: [fault], piece + piece // 2: [fault], piece + 3 * piece // 4: [fault]}
     disk.faults = short if fault == "short" else {piece: [fault] * 3}
-    with Reader(1, piece) as reader:
+    with open_reader(1, piece) as reader:
         reader.submit(1, data_file, 0, 3 * piece, target.address, checksum=True)
         (done,) = collect(reader, 1)
         counters = reader.counters()
@@ -277,7 +331,7 @@ def test_transient_faults_are_retried(fault: int | str, disk: Disk, data_file: i
     ("fault", "error"), [(errno.EINTR, errno.EINTR), (errno.EIO, errno.EIO), ("short", errno.ENODATA)]
 )
 def test_the_fourth_fault_in_a_piece_is_final(
-    fault: int | str, error: int, disk: Disk, data_file: int, target: HugeBuffer
+    open_reader: OpenReader, fault: int | str, error: int, disk: Disk, data_file: int, target: HugeBuffer
 ) -> None:
     if fault == "short":
         big = 1 << 18
@@ -285,7 +339,7 @@ def test_the_fourth_fault_in_a_piece_is_final(
         disk.faults = {o: ["short"] for o in at}
     else:
         big, disk.faults = PIECE, {PIECE: [fault] * 4}
-    with Reader(1, big) as reader:
+    with open_reader(1, big) as reader:
         reader.submit(1, data_file, 0, 4 * big if big == PIECE else 3 * big, target.address)
         reader.submit(2, data_file, 0, 10, target.address + 3 * N_BYTES)
         done = {d.tag: d for d in collect(reader, 2)}
@@ -294,18 +348,40 @@ def test_the_fourth_fault_in_a_piece_is_final(
     assert max(offset for offset, _ in disk.calls) < 2 * big, "after a fault no further piece of that read starts"
 
 
-def test_persistent_faults_are_not_retried(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+def test_fewer_bytes_once_and_an_error_once_are_invisible_and_for_ever_is_final(
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
+    piece = 1 << 17
+    disk.faults = {0: ["short"], piece // 2: [errno.EIO], 2 * piece: [errno.EIO] * 100}
+    with open_reader(2, piece) as reader:
+        reader.submit(1, data_file, 0, piece, target.address, checksum=True)
+        reader.submit(2, data_file, piece, 3 * piece, target.address + N_BYTES, checksum=True)
+        done = {d.tag: d for d in collect(reader, 2)}
+        counters = reader.counters()
+    expected = content(data_file, 0, piece)
+    assert (done[1].error, done[1].bytes, done[1].checksum) == (0, piece, hash64(expected))
+    assert target.array[:piece].tobytes() == expected
+    assert (done[2].error, done[2].wanted, done[2].checksum) == (errno.EIO, 3 * piece, 0)
+    assert done[2].bytes < done[2].wanted
+    assert (counters.n_retries, counters.n_short) == (2 + 3, 1)
+
+
+def test_persistent_faults_are_not_retried(
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
     disk.faults = {0: [errno.EBADF]}
-    with Reader(1, PIECE) as reader:
+    with open_reader(1, PIECE) as reader:
         reader.submit(1, data_file, 0, PIECE, target.address)
         (done,) = collect(reader, 1)
         assert (done.error, done.bytes) == (errno.EBADF, 0)
         assert reader.counters().n_retries == 0
 
 
-def test_a_vanished_end_of_file_is_not_read_for_ever(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+def test_a_vanished_end_of_file_is_not_read_for_ever(
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
     disk.faults = {0: ["eof"]}
-    with Reader(1, PIECE) as reader:
+    with open_reader(1, PIECE) as reader:
         reader.submit(1, data_file, 0, PIECE, target.address)
         assert collect(reader, 1)[0].error == errno.ENODATA
     assert len(disk.calls) == 1
@@ -323,24 +399,61 @@ def test_a_vanished_end_of_file_is_not_read_for_ever(disk: Disk, data_file: int,
     ],
 )
 def test_arguments_outside_the_contract_are_refused(
-    fd: int | None, offset: int, n: int, address: int, data_file: int
+    open_reader: OpenReader, fd: int | None, offset: int, n: int, address: int, data_file: int
 ) -> None:
-    with Reader(1, PIECE) as reader, pytest.raises(NativeError, match="cb_reader_submit"):
+    with open_reader(1, PIECE) as reader, pytest.raises(NativeError, match="cb_reader_submit"):
         reader.submit(1, data_file if fd is None else fd, offset, n, address)
 
 
-@pytest.mark.parametrize(("n_threads", "piece"), [(0, PIECE), (65, PIECE), (1, 100), (1, -4096)])
-def test_impossible_pools_are_refused(n_threads: int, piece: int) -> None:
+@pytest.mark.parametrize(("n_threads", "piece"), [(0, PIECE), (65, PIECE), (1, 100), (1, -4096), (1, 2 << 30)])
+def test_impossible_pools_are_refused(open_reader: OpenReader, n_threads: int, piece: int) -> None:
     with pytest.raises(NativeError, match="cb_reader_new"):
-        Reader(n_threads, piece)
+        open_reader(n_threads, piece)
+
+
+# ---- io_uring --------------------------------------------------------------------------------------------------
+
+FORBID_URING = """
+import ctypes, errno, os, platform, select, struct, sys
+from native.memory import HugeBuffer
+from native.reader import Reader, uring_refusal
+
+# What a container's filter does: io_uring_setup (425 on every architecture) fails, everything else may go on.
+rules = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | errno.{name}), (0x06, 0, 0, 0x7FFF0000)]
+code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *rule) for rule in rules))
+program = struct.pack("@HP", len(rules), ctypes.addressof(code))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+if libc.prctl(22, 2, program, 0, 0):  # PR_SET_SECCOMP
+    print("no seccomp")
+    sys.exit()
+fd = os.open(sys.argv[1], os.O_RDONLY)
+with HugeBuffer(1 << 20) as target, Reader(2, 1 << 16, engine="uring") as reader:
+    reader.submit(1, fd, 0, 1 << 20, target.address, checksum=True)
+    select.select([reader.fd], [], [], 20)
+    (done,) = reader.take()
+    print(reader.engine, uring_refusal(), done.error, done.checksum, sep="|")
+"""
+
+
+@pytest.mark.parametrize("name", ["EPERM", "ENOSYS", "EACCES"])
+def test_where_io_uring_is_forbidden_the_threads_read(name: str, data_file: int, tmp_path: Path) -> None:
+    program = FORBID_URING.replace("{name}", name)
+    command = [sys.executable, "-c", program, str(tmp_path / "data")]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    assert found.returncode == 0, found.stderr
+    if found.stdout == "no seccomp\n":
+        pytest.skip("this system has no seccomp filters")
+    expected = ("threads", os.strerror(getattr(errno, name)), "0", str(hash64(content(data_file, 0, N_BYTES))))
+    assert found.stdout.strip() == "|".join(expected)
 
 
 # ---- counters ------------------------------------------------------------------------------------------------
 
 
-def test_busy_time_counts_flight_only(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+def test_busy_time_counts_flight_only(open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer) -> None:
     disk.gate.clear()
-    with Reader(2, PIECE) as reader:
+    with open_reader(2, PIECE) as reader:
         assert reader.counters().busy_ns == 0
         start = time.monotonic_ns()
         reader.submit(1, data_file, 0, 2 * PIECE, target.address)
@@ -377,13 +490,13 @@ def direct_file() -> tuple[Path, int] | None:
     return None
 
 
-def test_direct_reads_are_counted_as_the_kernel_counts_them(target: HugeBuffer) -> None:
+def test_direct_reads_are_counted_as_the_kernel_counts_them(open_reader: OpenReader, target: HugeBuffer) -> None:
     found = direct_file()
     if found is None:
         pytest.skip("no file system with direct reads")
     path, fd = found
     try:
-        with Reader(3, 1 << 20) as reader:
+        with open_reader(3, 1 << 20) as reader:
             before = io_bytes()
             reader.submit(1, fd, 0, 3 << 20, target.address, checksum=True)
             reader.submit(2, fd, 4 << 20, 4096, target.address + (3 << 20), speculative=True)
@@ -406,9 +519,11 @@ def test_direct_reads_are_counted_as_the_kernel_counts_them(target: HugeBuffer) 
         path.unlink()
 
 
-def test_close_waits_for_flight_and_forgets_the_rest(disk: Disk, data_file: int, target: HugeBuffer) -> None:
+def test_close_waits_for_flight_and_forgets_the_rest(
+    open_reader: OpenReader, disk: Disk, data_file: int, target: HugeBuffer
+) -> None:
     disk.gate.clear()
-    reader = Reader(2, PIECE)
+    reader = open_reader(2, PIECE)
     fd = reader.fd
     for tag in range(5):
         reader.submit(tag, data_file, 0, 4 * PIECE, target.address)
@@ -422,11 +537,13 @@ def test_close_waits_for_flight_and_forgets_the_rest(disk: Disk, data_file: int,
         reader.take()
 
 
-def test_many_reads_under_promote_and_cancel_each_come_back_once(data_file: int, target: HugeBuffer) -> None:
+def test_many_reads_under_promote_and_cancel_each_come_back_once(
+    open_reader: OpenReader, data_file: int, target: HugeBuffer
+) -> None:
     rng = np.random.default_rng(3)
     n = 2000
     seen: list[ReadDone] = []
-    with Reader(4, 4096) as reader:
+    with open_reader(4, 4096) as reader:
         for tag in range(n):
             size = int(rng.integers(1, 20000))
             offset = int(rng.integers(0, N_BYTES - size))

@@ -646,7 +646,7 @@ static void family_plain(int rung)
     if (fd < 0 || write(fd, data, 98304) != 98304)
         fail("cannot write %s", path);
     unlink(path);
-    cb_reader *reader = cb_reader_new(2, 8192);
+    cb_reader *reader = cb_reader_new(CB_READ_URING, 2, 8192, 0);
     uint8_t *target = cb_huge_alloc(98304);
     cb_read_done done;
     must(reader && target ? cb_reader_submit(reader, 1, fd, 0, 98304, target, CB_READ_DEMAND, 1) : CB_ENOMEM, "reader");
