@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 
-from cli.client import Answer, Client, ServerError, can_show, clean_text, make_streams_safe, open_session, write_text
+from cli.client import can_show, clean_text, make_streams_safe, open_session, write_text
+from shared.client import Answer, Client, ServerError
 
 HELP = """/help            this list
 /reset           forget the conversation

@@ -17,9 +17,10 @@ from typing import Any
 import click
 import numpy as np
 
-from cli.client import Answer, Client, ask_status, find_group, make_streams_safe, open_session, write_text
+from cli.client import make_streams_safe, open_session, write_text
 from cli.profile_report import Facts, Report, analyse, as_json, chrome_trace, format_report
 from cli.run import parse_ids, read_prompt, request_of
+from shared.client import Answer, Client, ask_status, find_group
 from shared.config import FROZEN_NAME, load_frozen
 from shared.counters import read_all
 from shared.endpoints import EXPERT_IO

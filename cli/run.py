@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from cli.client import Answer, Session, clean_text, make_streams_safe, open_session, write_text
+from cli.client import Session, clean_text, make_streams_safe, open_session, write_text
+from shared.client import Answer
 
 
 @click.command("run")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from bench.roofline import BenchError
-from cli.client import Answer, Client, find_group
+from shared.client import Answer, Client, find_group
 from shared.errors import ConfigError
 
 LLAMA = Path(__file__).with_name("llama.py")

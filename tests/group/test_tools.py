@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from cli.client import ask_status
+from shared.client import ask_status
 from shared.config import load_frozen
 from shared.counters import read_all
 from shared.segments import COUNTERS, Segment

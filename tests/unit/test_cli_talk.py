@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cli.client import Answer, Client, ServerError
 from cli.profile import Profiler
+from shared.client import Answer, Client, ServerError
 from shared.counters import SEGMENT_BYTES, Counters
 from shared.endpoints import EXPERT_IO, ROUTER, SERVICES
 from shared.errors import ConfigError
