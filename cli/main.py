@@ -20,6 +20,7 @@ COMMANDS = {
     "verify": ("cli.verify:command", "Read a whole container and compare every checksum."),
     "quality": ("cli.quality.command:command", "Measure what a container's formats cost against its checkpoint."),
     "plan": ("cli.plan:command", "Show how memory would be shared out on this machine."),
+    "ram": ("cli.ram:command", "Show or change the memory budget of the running group."),
     "cache-sim": ("cli.cache_sim.command:command", "Judge residency policies on recorded routing."),
     "synth": ("cli.synth:command", "Write a container of random weights, for measurements."),
     "bench": ("cli.bench:command", "Measure this machine and how much of it the kernels use."),

@@ -10,7 +10,8 @@ import click
 from shared.config import load_settings, parse_bytes
 from shared.container.format import INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.reader import Container
-from shared.ledger import make_ledger, predict_speed, probe_memory
+from shared.ledger import make_ledger, predict_speed
+from shared.memory_probe import probe_memory
 from shared.model_spec import ModelSpec
 
 

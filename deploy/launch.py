@@ -101,12 +101,20 @@ def claim_port(host: str, port: int) -> int:
 def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
     """Reads the model's description and shares out the memory. Raises ContainerError, CapacityError, ConfigError."""
     from shared.container.reader import Container
-    from shared.ledger import make_ledger, probe_memory
+    from shared.ledger import make_ledger
+    from shared.memory_probe import probe_memory
 
     model_dir = model_dir_of(settings)
     container = Container.open(model_dir)
     memory = probe_memory()
-    ledger = make_ledger(container.spec, container.facts(), settings, memory.available_bytes, memory.shm_bytes)
+    ledger = make_ledger(
+        container.spec,
+        container.facts(),
+        settings,
+        memory.available_bytes,
+        memory.shm_bytes,
+        reservable_bytes=memory.reservable_bytes,
+    )
     config = GroupConfig(
         run_id=secrets.token_hex(4),
         run_dir=str(run_dir),
@@ -118,6 +126,9 @@ def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
         ram_bytes=ledger.budget_bytes,
         n_slots=ledger.n_slots,
         slot_bytes=ledger.slot_bytes,
+        reserved_slots=ledger.reserved_slots,
+        n_experts=ledger.n_experts,
+        memory=ledger.fixed,
         n_threads=ledger.n_threads,
         kv_dtype=settings.kv_dtype,
         prefill_chunk=ledger.prefill_chunk,

@@ -3,6 +3,7 @@
 lock              held (flock) by colibri-up and the keeper as long as the group lives; holds who
 group.json        the frozen configuration
 supervisord.conf  what the keeper runs
+budget            the memory budget, once `colibri ram` has changed it
 processes.json    pids and states of the services, kept up to date by the keeper
 sock/             sockets (elsewhere when the path would be too long)
 log/              one log per service, kept after the group's end
@@ -21,14 +22,14 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from shared.config import FROZEN_NAME, LOCK_NAME, GroupConfig, is_locked, load_frozen
+from shared.config import BUDGET_NAME, FROZEN_NAME, LOCK_NAME, GroupConfig, is_locked, load_frozen
 from shared.endpoints import Endpoints
 from shared.errors import ConfigError
 from shared.segments import process_start, unlink_run
 
 PROCESSES_NAME = "processes.json"
 SUPERVISOR_CONF_NAME = "supervisord.conf"
-_VOLATILE = (FROZEN_NAME, SUPERVISOR_CONF_NAME, PROCESSES_NAME, "supervisor.pid")
+_VOLATILE = (FROZEN_NAME, SUPERVISOR_CONF_NAME, PROCESSES_NAME, BUDGET_NAME, "supervisor.pid")
 _VOLATILE_DIRS = ("sock", "incarnation", "failed")
 
 

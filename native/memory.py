@@ -11,6 +11,7 @@ from native.library import OK, NativeError, declare, fail, lib
 
 declare("cb_huge_alloc", ctypes.c_void_p, [ctypes.c_int64])
 declare("cb_huge_free", None, [ctypes.c_void_p, ctypes.c_int64])
+declare("cb_huge_release", ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64])
 declare("cb_hash64", ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_int64])
 declare("cb_die_with_parent", ctypes.c_int, [ctypes.c_int])
 
@@ -28,6 +29,12 @@ class HugeBuffer:
         self.address: int = found
         self.n_bytes = n_bytes
         self.array: np.ndarray = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(found))
+
+    def release(self, offset: int, n_bytes: int) -> None:
+        """Give back a part of the memory (whole 4096-byte pages); it reads as zeroes until it is written again."""
+        status = lib.cb_huge_release(self.address + offset, n_bytes)
+        if status != OK:
+            raise fail("cb_huge_release", status, f"{n_bytes} bytes at {offset}")
 
     def close(self) -> None:
         """Give the memory back. Calling it again does nothing."""

@@ -46,6 +46,8 @@ _CONTROL_TO_SERVICE = (
     control.Stop,
     control.Drained,
     control.Status,
+    control.RamWanted,
+    control.Ram,
 )
 _CONTROL_TO_ROUTER = (
     control.Hello,
@@ -55,6 +57,8 @@ _CONTROL_TO_ROUTER = (
     control.Drained,
     control.Dead,
     control.StatusWanted,
+    control.RamWanted,
+    control.Ram,
 )
 
 

@@ -19,6 +19,8 @@ import msgspec
 from shared.errors import ConfigError
 
 FROZEN_NAME = "group.json"
+BUDGET_NAME = "budget"
+"""In the run directory: the memory budget, once it was changed while the group runs."""
 LOCK_NAME = "lock"
 """In the run directory: held by colibri-up and the keeper as long as the group lives."""
 
@@ -70,6 +72,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Seconds one stage of a service may last before the group calls it stalled; reading from a slow disk is no stall."""
 
 
+class Line(msgspec.Struct, frozen=True):
+    """One allocation of the ledger. ``owner`` is the process that holds it, or "shared" for segments that several map."""
+
+    owner: str
+    what: str
+    bytes: int
+
+
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A running group, complete: every process of it reads exactly this."""
 
@@ -104,6 +114,12 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     drain_s: float = 30.0
     stall_s: float = 300.0
     direct_io: Literal["auto", "on", "off"] = "auto"
+    reserved_slots: int = 0
+    """As many slots have an address: what the budget may be raised to while the group runs. 0: ``n_slots``."""
+    n_experts: int = 0
+    """Experts of all layers in use: more slots than that are of no use."""
+    memory: tuple[Line, ...] = ()
+    """The ledger without the expert slots."""
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
@@ -219,3 +235,19 @@ def is_locked(run_dir: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def read_budget(config: GroupConfig) -> int:
+    """The group's budget in bytes: what it was started with, or what ``colibri ram`` made of it since."""
+    try:
+        return int((Path(config.run_dir) / BUDGET_NAME).read_text())
+    except (OSError, ValueError):
+        return config.ram_bytes
+
+
+def write_budget(config: GroupConfig, n_bytes: int) -> None:
+    """Another budget from now on, also for a service that is started again."""
+    path = Path(config.run_dir) / BUDGET_NAME
+    new = path.with_name(f".{BUDGET_NAME}")
+    new.write_text(str(n_bytes))
+    new.replace(path)

@@ -2,19 +2,17 @@
 
 ``make_ledger`` is pure: spec, container facts, settings and a number of bytes in; lines, slots and sizes out, or a
 CapacityError with the arithmetic. ``colibri-up`` starts the group with it, ``colibri plan`` prints it: one computation.
-``probe_memory`` asks the machine, control groups included.
+``shared.memory_probe`` asks the machine.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from native.library import default_threads
-from shared.config import Settings
+from shared.config import GroupConfig, Line, Settings
 from shared.container.format import Facts
 from shared.errors import CapacityError, ConfigError
 from shared.kv_layout import KV_BLOCK, blocks_for, kv_layout
@@ -29,6 +27,10 @@ DEFAULT_CHUNK = 512
 DEFAULT_DRAFTS = 2
 N_FRAMES = 2
 """One for the step, one for the draft."""
+
+SHARED = "shared"
+GROUP = "group"
+"""Owners that are no service: the segments, and those who start and watch the services."""
 
 MIB = 1 << 20
 _HUGE_PAGE = 2 * MIB
@@ -45,19 +47,11 @@ _PROCESS_BYTES = {
     "attention": 48 * MIB,
     "expert_io": 48 * MIB,
     "drafter": 48 * MIB,
-    "group": 96 * MIB,  # supervisor, its keeper and colibri-up
+    GROUP: 96 * MIB,  # supervisor, its keeper and colibri-up
 }
 """Interpreter, libraries, sockets, counters: resident memory of an idle process, 28 to 44 MiB measured on Linux x86-64."""
 
 _TOKENIZER_BYTES_PER_ENTRY = 1000
-
-
-class Line(msgspec.Struct, frozen=True):
-    """One allocation. ``owner`` is the process that holds it, or "shared" for segments that several map."""
-
-    owner: str
-    what: str
-    bytes: int
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,6 +61,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     available_bytes: int
     budget_bytes: int
     n_slots: int
+    reserved_slots: int
+    """As many have an address, so that a running group may be given more memory."""
     slot_bytes: int
     n_experts: int
     """Experts of all layers in use: with as many slots everything is resident."""
@@ -85,23 +81,18 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return sum(line.bytes for line in self.lines)
 
     @property
+    def fixed(self) -> tuple[Line, ...]:
+        """All but the slots, which are the last line."""
+        return self.lines[:-1]
+
+    @property
     def segment_bytes(self) -> int:
         """Bytes in named shared memory (/dev/shm)."""
-        return sum(line.bytes for line in self.lines if line.owner == "shared")
+        return sum(line.bytes for line in self.lines if line.owner == SHARED)
 
     def table(self) -> str:
         """The arithmetic, one line per allocation."""
-        return _table(self.lines, self.budget_bytes, self.available_bytes)
-
-
-class MemoryProbe(msgspec.Struct, frozen=True):
-    """What the machine offers now."""
-
-    available_bytes: int
-    source: str
-    """Which limit decided: "MemAvailable" or the control group's file."""
-    shm_bytes: int
-    """Free in /dev/shm, where the named segments go."""
+        return ledger_table(self.lines, self.budget_bytes, self.available_bytes)
 
 
 class Speed(msgspec.Struct, frozen=True):
@@ -125,11 +116,13 @@ def make_ledger(
     available_bytes: int,
     shm_bytes: int | None = None,
     frame_bytes: Callable[..., int] | None = None,
+    reservable_bytes: int = 0,
 ) -> Ledger:
     """Shares out the memory.
 
-    ``facts``: ``Container.facts()``. ``available_bytes``, ``shm_bytes``: ``probe_memory()``. ``frame_bytes`` replaces
-    ``shared.frame.frame_bytes`` in tests. Raises CapacityError with the arithmetic when it does not fit, ConfigError for
+    ``facts``: ``Container.facts()``. ``available_bytes``, ``shm_bytes``, ``reservable_bytes``: ``probe_memory()``.
+    ``frame_bytes`` replaces ``shared.frame.frame_bytes`` in tests. Raises CapacityError with the arithmetic when it does not
+    fit, ConfigError for
     settings that can't be met by this model.
     """
     _check_settings(spec, settings)
@@ -143,7 +136,7 @@ def make_ledger(
     for n_drafts in _draft_candidates(spec, settings):
         is_last = n_drafts == _draft_candidates(spec, settings)[-1]
         try:
-            ledger = _ledger(spec, facts, settings, available_bytes, budget, n_drafts, measure)
+            ledger = _ledger(spec, facts, settings, available_bytes, reservable_bytes, budget, n_drafts, measure)
         except CapacityError:
             if is_last:
                 raise
@@ -210,6 +203,7 @@ def _ledger(
     facts: Facts,
     settings: Settings,
     available: int,
+    reservable_bytes: int,
     budget: int,
     n_drafts: int,
     frame_bytes: Callable[..., int],
@@ -227,7 +221,7 @@ def _ledger(
         Line("router", f"gates of {len(spec.moe_layers)} layers", facts.gate_bytes),
         Line("expert_io", f"shared experts of {len(spec.moe_layers)} layers", facts.shared_bytes),
         Line("expert_io", "read buffers", _READ_BUFFER_BYTES),
-        Line("shared", "trace and counters", _TRACE_BYTES),
+        Line(SHARED, "trace and counters", _TRACE_BYTES),
     ]
     if n_drafts:
         fixed.append(Line("drafter", "MTP layer without its experts", facts.mtp_bytes))
@@ -238,11 +232,11 @@ def _ledger(
     def kv_lines(context: int) -> list[Line]:
         n_blocks = n_sequences * blocks_for(context)
         what = f"KV of {n_sequences} sequences x {context:,} tokens, {settings.kv_dtype}"
-        lines = [Line("shared", what, kv_layout(spec, spec.index_kinds, settings.kv_dtype, n_blocks).total_bytes)]
+        lines = [Line(SHARED, what, kv_layout(spec, spec.index_kinds, settings.kv_dtype, n_blocks).total_bytes)]
         if n_drafts:
             kinds = (spec.mtp_index_kind,)
             lines.append(
-                Line("shared", "KV of the MTP layer", kv_layout(spec, kinds, settings.kv_dtype, n_blocks).total_bytes)
+                Line(SHARED, "KV of the MTP layer", kv_layout(spec, kinds, settings.kv_dtype, n_blocks).total_bytes)
             )
         return lines
 
@@ -254,7 +248,7 @@ def _ledger(
         # parts, shared result and its inner values, the quantised input
         expert_io = rows * ((spec.gate_k + 1) * spec.hidden * 4 + 2 * spec.hidden + spec.shared_inner * 10)
         lines = [
-            Line("shared", f"{N_FRAMES} frames of {rows} rows", frames),
+            Line(SHARED, f"{N_FRAMES} frames of {rows} rows", frames),
             Line("attention", f"work area of {rows} rows", attention),
             Line("expert_io", f"results of {rows} rows x {spec.gate_k} experts", expert_io),
         ]
@@ -270,23 +264,23 @@ def _ledger(
         chunk = max(chunk // 2, _MIN_CHUNK)
 
     lines = [*fixed, *kv_lines(context), *work_lines(context, chunk)]
-    left = budget - _sum(lines)
-    n_slots = settings.slots or max(min(left // slot_bytes, n_experts), 0)
-    if n_slots < min_slots or n_slots * slot_bytes > left:
-        needed = Line("expert_io", f"at least {min_slots} expert slots x {slot_bytes:,}", min_slots * slot_bytes)
-        lines.append(needed)
-        raise CapacityError(
-            f"The model does not fit: {_size(_sum(lines))} are needed, the budget is {_size(budget)}. Give more memory (ram), "
-            "lower max_context, max_sequences or prefill_chunk, or convert to a smaller precision.\n"
-            + _table(tuple(lines), budget, available)
-        )
-    lines.append(Line("expert_io", f"{n_slots:,} of {n_experts:,} expert slots x {slot_bytes:,}", n_slots * slot_bytes))
+    n_slots = share_out_slots(
+        lines,
+        slot_bytes,
+        min_slots,
+        settings.slots or n_experts,
+        budget,
+        available,
+        "Give more memory (ram), lower max_context, max_sequences or prefill_chunk, or convert to a smaller precision.",
+    )
+    lines.append(slots_line(n_slots, n_experts, slot_bytes))
     rows = chunk + n_sequences * (1 + n_drafts)
     return Ledger(
         lines=tuple(lines),
         available_bytes=available,
         budget_bytes=budget,
         n_slots=n_slots,
+        reserved_slots=max(n_slots, min(n_experts, reservable_bytes // slot_bytes)),
         slot_bytes=slot_bytes,
         n_experts=n_experts,
         n_threads=n_threads,
@@ -298,6 +292,60 @@ def _ledger(
         n_kv_blocks=n_sequences * blocks_for(context),
         n_frames=N_FRAMES,
         logit_rows=rows if settings.record_logits else n_sequences * (1 + n_drafts),
+    )
+
+
+def share_out_slots(
+    fixed: Sequence[Line],
+    slot_bytes: int,
+    min_slots: int,
+    max_slots: int,
+    budget: int,
+    available: int,
+    advice: str,
+) -> int:
+    """How many slots fit into what ``fixed`` leaves of the budget. CapacityError with the arithmetic and ``advice``."""
+    n_slots = min((budget - _sum(fixed)) // slot_bytes, max_slots)
+    if n_slots < min_slots:
+        lines = [
+            *fixed,
+            Line("expert_io", f"at least {min_slots} expert slots x {slot_bytes:,}", min_slots * slot_bytes),
+        ]
+        raise CapacityError(
+            f"The model does not fit: {_size(_sum(lines))} are needed, the budget is {_size(budget)}. {advice}\n"
+            + ledger_table(lines, budget, available)
+        )
+    return n_slots
+
+
+def slots_line(n_slots: int, n_experts: int, slot_bytes: int) -> Line:
+    """The ledger's last line."""
+    return Line("expert_io", f"{n_slots:,} of {n_experts:,} expert slots x {slot_bytes:,}", n_slots * slot_bytes)
+
+
+def change_budget(
+    config: GroupConfig, gate_k: int, present_bytes: int, wanted_bytes: int, n_used: int, free_bytes: int
+) -> int:
+    """The slots of a running group under another budget.
+
+    ``present_bytes``: its budget; ``n_used``: slots that hold an expert; ``free_bytes``: what is available beside what the
+    group holds. Raises CapacityError with the arithmetic: less than the minimum can't be, nor more than there is.
+    """
+    reachable = _sum(config.memory) + n_used * config.slot_bytes + free_bytes
+    if wanted_bytes > max(reachable, present_bytes):
+        raise CapacityError(
+            f"{_size(wanted_bytes)} are asked for, but only {_size(reachable)} can be had: {_size(_sum(config.memory))} are "
+            f"held beside the slots, {_size(n_used * config.slot_bytes)} in {n_used:,} used slots, {_size(free_bytes)} are "
+            "free. Ask for less, or end other programs."
+        )
+    return share_out_slots(
+        config.memory,
+        config.slot_bytes,
+        min(gate_k + 1, config.n_slots),
+        max(config.n_slots, config.reserved_slots),
+        wanted_bytes,
+        reachable,
+        "A running group keeps everything but its slots; start it again to change the rest.",
     )
 
 
@@ -332,11 +380,12 @@ def _measured_frame_bytes(spec: ModelSpec, rows: int, logit_rows: int, sequences
     return frame_bytes(dims)
 
 
-def _sum(lines: list[Line]) -> int:
+def _sum(lines: Sequence[Line]) -> int:
     return sum(line.bytes for line in lines)
 
 
-def _table(lines: tuple[Line, ...], budget: int, available: int) -> str:
+def ledger_table(lines: Sequence[Line], budget: int, available: int) -> str:
+    """The arithmetic, one line per allocation."""
     rows = [f"{line.owner:10} {line.what:58} {line.bytes:>18,}" for line in lines]
     total = sum(line.bytes for line in lines)
     rows.append(f"{'sum':10} {'':58} {total:>18,}")
@@ -353,74 +402,3 @@ def _size(n_bytes: int) -> str:
 
 
 assert KV_BLOCK == 64
-
-
-# ---- asking the machine -------------------------------------------------------------------------------------------
-
-
-def probe_memory(root: Path = Path("/")) -> MemoryProbe:
-    """Memory that can be taken now: the smallest of MemAvailable and what every control group above us leaves.
-
-    Reclaimable page cache counts as free on both levels. ``root`` is another file system root, for tests.
-    """
-    available, source = _mem_available(root), "MemAvailable"
-    for limit_file, left in _cgroup_limits(root):
-        if left < available:
-            available, source = left, str(limit_file)
-    try:
-        stat = os.statvfs(root / "dev/shm")
-        shm = stat.f_bavail * stat.f_frsize
-    except OSError:
-        shm = 0
-    return MemoryProbe(max(available, 0), source, shm)
-
-
-def _mem_available(root: Path) -> int:
-    for line in _read(root / "proc/meminfo").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo has no MemAvailable line; give the memory to use with ram.")
-
-
-def _cgroup_limits(root: Path) -> list[tuple[Path, int]]:
-    """(limit file, bytes left) for every memory control group that holds this process, version 1 and 2."""
-    found = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, names = (
-                root / "sys/fs/cgroup/memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
-            continue
-        group = base / path.lstrip("/")
-        # Inside a container the path may be that of the host: then only the mount's root exists.
-        for directory in [group, *group.parents] if group.exists() else [base]:
-            if base not in (directory, *directory.parents):
-                break
-            left = _cgroup_left(directory, *names)
-            if left is not None:
-                found.append((directory / names[0], left))
-    return found
-
-
-def _cgroup_left(directory: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:
-    limit, usage = _read(directory / limit_name).strip(), _read(directory / usage_name).strip()
-    if not limit.isdecimal() or not usage.isdecimal():  # "max", or no such file
-        return None
-    cache = 0
-    for line in _read(directory / "memory.stat").splitlines():
-        key, _, value = line.partition(" ")
-        if key == cache_key:
-            cache = int(value)
-    return int(limit) - int(usage) + cache
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -38,6 +38,7 @@ from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ChecksumMismatch, Co
 from shared.log import Log
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.base import Msg
+from shared.messages.control import Ram, RamWanted
 
 if TYPE_CHECKING:
     import asyncio
@@ -89,6 +90,10 @@ class Service(ABC):
     def cut(self, reason: str) -> int:
         """The drain's deadline passed: end what is left, with a reply. Returns how much that was."""
         return 0
+
+    def change_ram(self, msg: RamWanted) -> Ram:
+        """Another memory budget; only the service that holds what can shrink is asked."""
+        return Ram(msg.asker, 0, 0, 0, 0, f"{self.name} has no part of the budget that could change.")
 
     def close(self) -> None:  # noqa: B027
         """Give back threads and memory; called once, after a successful ``load``."""
@@ -197,6 +202,8 @@ class _Life:
             self.drain(msg.reason, msg.deadline_s)
         elif isinstance(msg, control.Stop):
             self.stop(msg.reason)
+        elif isinstance(msg, control.RamWanted) and ctx.state in (READY, DRAINING):
+            ctx.control.send(self.service.change_ram(msg))
 
     def peer(self, service: str, incarnation: int) -> None:
         """A peer's incarnation became known."""

@@ -47,6 +47,10 @@ class Policy(ABC):
         self.n_slots = n_slots
         self.layers = tuple(layers)
 
+    def resize(self, n_slots: int) -> None:
+        """There are ``n_slots`` from now on."""
+        self.n_slots = n_slots
+
     def visit(self, layer: int, is_decode: bool) -> None:  # noqa: B027
         """A layer begins; ``is_decode``: at least one of its rows decodes."""
 
@@ -160,6 +164,10 @@ class SegmentedLru(Lru):
     def __init__(self, n_slots: int, layers: Sequence[int]) -> None:
         super().__init__(n_slots, layers)
         self._protected: OrderedDict[Key, None] = OrderedDict()
+        self.resize(n_slots)
+
+    def resize(self, n_slots: int) -> None:
+        super().resize(n_slots)
         self._n_protected = max(1, int(n_slots * self.PROTECTED_SHARE))
 
     def asked(self, key: Key, prompt_share: float | None, is_hit: bool) -> None:
@@ -173,7 +181,7 @@ class SegmentedLru(Lru):
         self._used[key] = (2, self._clock)
         self._protected[key] = None
         self._protected.move_to_end(key)
-        if len(self._protected) > self._n_protected:
+        while len(self._protected) > self._n_protected:
             oldest, _ = self._protected.popitem(last=False)
             self._used[oldest] = (1, self._clock)  # the youngest of the others: it has earned that
             if oldest in self._order:

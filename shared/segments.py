@@ -95,6 +95,15 @@ def list_run(run_id: str) -> list[str]:
     return sorted(path.name[len(prefix) :] for path in SHM_DIR.glob(f"{prefix}*"))
 
 
+def run_bytes(run_id: str) -> int:
+    """Memory that the run's segments hold, touched or reserved."""
+    total = 0
+    for name in list_run(run_id):
+        with contextlib.suppress(FileNotFoundError):
+            total += segment_path(run_id, name).stat().st_blocks * 512
+    return total
+
+
 def unlink(run_id: str, name: str) -> None:
     """Removes a segment's name; processes that have it mapped keep their view. Absent is fine."""
     segment_path(run_id, name).unlink(missing_ok=True)

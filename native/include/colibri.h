@@ -337,6 +337,8 @@ CB_API int cb_probe_ops(cb_pool *pool, int kind, int64_t n_items, int64_t *ops, 
 /* Private anonymous memory, 2 MiB aligned, MADV_HUGEPAGE; NULL on failure. */
 CB_API void *cb_huge_alloc(int64_t bytes);
 CB_API void cb_huge_free(void *p, int64_t bytes);
+/* Gives the memory of a range (whole 4096-byte pages) back to the system; it stays mapped and reads as zeroes. */
+CB_API int cb_huge_release(void *p, int64_t bytes);
 /* The calling process gets `signal` when its parent ends (Linux prctl). */
 CB_API int cb_die_with_parent(int signal);
 

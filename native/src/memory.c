@@ -36,6 +36,13 @@ void cb_huge_free(void *p, int64_t bytes)
         munmap(p, mapped_bytes(bytes));
 }
 
+int cb_huge_release(void *p, int64_t bytes)
+{
+    if (!p || bytes <= 0 || ((uintptr_t)p | (uint64_t)bytes) & (PAGE_BYTES - 1))
+        return CB_EINVAL;
+    return madvise(p, (size_t)bytes, MADV_DONTNEED) == 0 ? CB_OK : CB_ESYS;
+}
+
 int cb_die_with_parent(int signal)
 {
     if (signal < 0 || signal >= NSIG)

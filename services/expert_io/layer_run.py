@@ -65,7 +65,7 @@ class LayerRun:
 
     @property
     def passing_limit(self) -> int:
-        return passing_limit(len(self.table.slots), self.is_alone)
+        return passing_limit(self.table.capacity, self.is_alone)
 
     def start(self) -> tuple[list[Slot], list[ReadOrder]]:
         """First look at the table: (guessed reads to promote, reads to issue)."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from native.kernels import ExpertJobs, Ffn, expert_reduce, ffn_forward
 from native.library import Pool, dispatch_text
+from services.expert_io.budget import Budget
 from services.expert_io.layer_run import LayerRun, ReadOrder
 from services.expert_io.pilot import PilotAccount, PilotTrial
 from services.expert_io.slots import Slot, SlotState, SlotTable
@@ -29,6 +30,7 @@ from shared.frame import Frame, FrameSet, frame_dims
 from shared.layer_weights import DensePart, ffn_of
 from shared.lifecycle import Service, ServiceContext
 from shared.messages.attention import StepAbandoned
+from shared.messages.control import Ram, RamWanted
 from shared.messages.expert_io import ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
 from shared.residency import Key, make_policy
@@ -88,9 +90,12 @@ class ExpertIoService(Service):
                 layer: ffn_of(self._part.tensors, f"model.layers.{layer}.mlp.shared_experts.") for layer in self._layers
             }
         ctx.set_stage("allocate slots")
-        policy = make_policy(config.cache_policy, config.n_slots, self._layers, spec.n_experts)
-        self._table = SlotTable(config.n_slots, policy)
-        self._store = ExpertStore(container, self._layers, config.n_slots, config.slot_bytes, config.direct_io)
+        self._budget = Budget(config, spec.gate_k)
+        n_slots = self._budget.n_slots
+        n_reserved = max(config.n_slots, config.reserved_slots)
+        policy = make_policy(config.cache_policy, n_slots, self._layers, spec.n_experts)
+        self._table = SlotTable(n_slots, policy, n_reserved)
+        self._store = ExpertStore(container, self._layers, n_reserved, config.slot_bytes, config.direct_io)
         ctx.bus.add_fd(self._store.reader.fd, self._on_reads)
         self._load_usage()
         self._pilot = PilotAccount()
@@ -111,16 +116,17 @@ class ExpertIoService(Service):
         self._jobs = ExpertJobs(max(spec.n_experts, 1), n_rows * spec.gate_k)
         self._visit: Visit | None = None
         self._early: ExpertsWanted | None = None
-        self._counters.set("slots", config.n_slots)
+        self._counters.set("slots", n_slots)
         self._counters.set("pilot_paused", 0)
         return {
             "kernels": dispatch_text(),
-            "slots": str(config.n_slots),
+            "slots": str(n_slots),
             "cache_policy": policy.name,
             "reads": "direct" if self._store.is_direct else "buffered",
         }
 
     def tick(self) -> None:
+        self._give_back()
         self._warm_up()
         if time.monotonic() >= self._save_at:
             self._save_usage()
@@ -137,6 +143,27 @@ class ExpertIoService(Service):
         self._part.close()
         self._frames_segment.close()
         self._counters_segment.close()
+
+    # -- the budget ------------------------------------------------------------------------------------------
+
+    def change_ram(self, msg: RamWanted) -> Ram:
+        n_before = self._table.capacity
+        answer = self._budget.answer(msg, self._table, self._expected, self._doom)
+        self._give_back()
+        if self._table.capacity != n_before:
+            self._counters.set("slots", answer.n_slots)
+            self._ctx.log.info("ram_changed", budget_bytes=answer.budget_bytes, slots=answer.n_slots, before=n_before)
+            self._plan_warm_up()
+        if self._visit and self._visit.run:
+            self._issue(self._visit.run.more_reads())
+        return answer
+
+    def _give_back(self) -> None:
+        """The memory of slots that are too many goes back to the system."""
+        gone = self._table.take_gone()
+        if gone:
+            self._store.give_back(gone)
+            self._publish()
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -233,7 +260,7 @@ class ExpertIoService(Service):
         self._hints[msg.layer] = (msg.step, set(msg.experts))
         if not self._trial.is_on:
             return
-        room = int(len(self._table.slots) * GUESS_SHARE) - self._table.n_open_guesses
+        room = int(self._table.capacity * GUESS_SHARE) - self._table.n_open_guesses
         for expert in msg.experts:
             key = (msg.layer, expert)
             if room <= 0:
@@ -314,9 +341,17 @@ class ExpertIoService(Service):
             self._ctx.log.warning("usage_history_ignored", path=path, reason=why_empty)
         self._n_visits_saved = int(self._usage.n_visits.sum())
         self._save_at = time.monotonic() + WRITE_EVERY_S
-        expected = self._usage.expected()
-        self._table.policy.restore(expected)
-        self._to_warm.extend(list(expected)[: len(self._table.slots)])
+        self._table.policy.restore(self._expected())
+        self._plan_warm_up()
+
+    def _plan_warm_up(self) -> None:
+        """Free slots are filled with what was used most, while the disk has nothing better to do."""
+        self._to_warm.clear()
+        self._to_warm.extend(list(self._expected())[: self._table.capacity])
+
+    def _expected(self) -> dict[Key, float]:
+        """Uses per step by experience, most used first."""
+        return self._usage.expected() if self._usage else {}
 
     @staticmethod
     def _count_usage(usage: UsageHistory, run: LayerRun) -> None:
@@ -432,6 +467,7 @@ class ExpertIoService(Service):
         self._counters.add("expert_runs", len(taken))
         self._counters.add("expert_rows", n_pairs)
         run.computed(taken)
+        self._give_back()
         self._issue(run.more_reads())
         self._read_ahead()
 
@@ -488,6 +524,7 @@ class ExpertIoService(Service):
         self._ahead.clear()
         if visit and visit.run:
             visit.run.abandon()
+            self._give_back()
             self._account(visit.run)
 
     # -- reads -----------------------------------------------------------------------------------------------
@@ -509,6 +546,7 @@ class ExpertIoService(Service):
                 self._read_failed(visit, slot, fault)
             if visit and visit.run:
                 self._issue(visit.run.more_reads())
+        self._give_back()
         self._read_ahead()
         self._publish()
 

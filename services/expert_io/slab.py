@@ -16,5 +16,9 @@ class Slab:
         """Where slot ``index`` begins; 4096-byte aligned."""
         return self._memory.address + index * self.slot_bytes
 
+    def release(self, index: int) -> None:
+        """Give the memory of slot ``index`` back to the system until it is written again."""
+        self._memory.release(index * self.slot_bytes, self.slot_bytes)
+
     def close(self) -> None:
         self._memory.close()

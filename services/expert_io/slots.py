@@ -3,11 +3,16 @@
 An expert is a key ``(layer, expert)``. A slot is free, loading, or resident; a slot with pins can't be a victim. Among the
 others a policy chooses (``shared/residency.py``). Guesses (speculative loads) may only displace what is less likely wanted;
 one that nobody asked for when its layer came is the first to leave, before that it is left alone as long as others can go.
+
+The capacity may change at any time. A slot that is too many leaves at once, or as soon as nobody works with it and no read
+fills it; its memory then goes back to the system (``take_gone``), and the slot is absent until the capacity grows again.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -20,6 +25,7 @@ class SlotState(IntEnum):
     FREE = 0
     LOADING = 1
     RESIDENT = 2
+    ABSENT = 3
 
 
 @dataclass(slots=True)
@@ -34,16 +40,24 @@ class Slot:
     is_guess: bool = False  # loaded on a hint and not yet asked for
     is_likely: bool = False  # a guess that was nearly certain (read ahead for a prompt)
     is_doomed: bool = False  # its read was cancelled; free when the completion arrives
+    is_leaving: bool = False  # beyond the capacity: absent as soon as it is let go
 
 
 class SlotTable:
-    """All slots."""
+    """All slots: ``capacity`` of them may be in use, out of ``n_reserved`` that have an address."""
 
-    def __init__(self, n_slots: int, policy: Policy) -> None:
-        self.slots = [Slot(i) for i in range(n_slots)]
+    def __init__(self, capacity: int, policy: Policy, n_reserved: int = 0) -> None:
+        n_slots = capacity
+        self.slots = [Slot(i) for i in range(max(capacity, n_reserved))]
+        self.capacity = capacity
         self.policy = policy
         self._of_key: dict[Key, Slot] = {}
         self._free = list(range(n_slots - 1, -1, -1))
+        self._absent = list(range(len(self.slots) - 1, n_slots - 1, -1))
+        for index in self._absent:
+            self.slots[index].state = SlotState.ABSENT
+        self._leaving: set[int] = set()
+        self._gone: list[int] = []
         # Guesses, oldest first: loading; resident and still to come; resident although their layer did not want them.
         self._guesses: dict[int, Slot] = {}
         self._fresh: dict[int, Slot] = {}
@@ -59,7 +73,12 @@ class SlotTable:
     @property
     def n_used(self) -> int:
         """Slots that hold or load an expert."""
-        return len(self.slots) - len(self._free)
+        return len(self.slots) - len(self._absent) - len(self._free)
+
+    @property
+    def n_leaving(self) -> int:
+        """Slots beyond the capacity that somebody still works with."""
+        return len(self._leaving)
 
     @property
     def has_free(self) -> bool:
@@ -69,6 +88,81 @@ class SlotTable:
     def n_open_guesses(self) -> int:
         """Slots with guesses that may still turn out right."""
         return len(self._guesses) + len(self._fresh)
+
+    def resize(self, capacity: int, *, is_by_policy: bool) -> list[Slot]:
+        """Changes the capacity at once. Returns guesses in flight that are too many: the caller dooms and cancels them.
+
+        ``is_by_policy``: the policy says who leaves; else the slots with the highest numbers, so that the memory that stays
+        is in one piece.
+        """
+        assert 0 < capacity <= len(self.slots)
+        self.capacity = capacity
+        self.policy.resize(capacity)
+        n_more = capacity - (len(self.slots) - len(self._absent) - len(self._leaving))
+        going: Iterable[Slot]
+        if is_by_policy:
+            staying = [*sorted(self._leaving), *sorted(self._absent)][: max(n_more, 0)]
+            going = itertools.islice(self._least_wanted(), max(-n_more, 0))
+        else:
+            staying = list(range(capacity))
+            going = self.slots[capacity:]
+        self._come_back(staying)
+        in_flight = []
+        for slot in going:
+            if slot.state is SlotState.ABSENT or self._leave(slot):
+                continue
+            slot.is_leaving = True
+            self._leaving.add(slot.index)
+            if slot.index in self._guesses:
+                in_flight.append(slot)
+        self._free = [index for index in self._free if self.slots[index].state is SlotState.FREE]
+        return in_flight
+
+    def _come_back(self, indices: list[int]) -> None:
+        for index in indices:
+            slot = self.slots[index]
+            slot.is_leaving = False
+            if slot.state is SlotState.ABSENT:
+                slot.state = SlotState.FREE
+                self._free.append(index)
+        self._leaving.difference_update(indices)
+        self._absent = [index for index in self._absent if self.slots[index].state is SlotState.ABSENT]
+
+    def _least_wanted(self) -> Iterator[Slot]:
+        """Slots in the order in which they should leave. Each that can leave must have left before the next is asked for."""
+        yield from [self.slots[index] for index in sorted(self._free, reverse=True)]
+        while (found := self._victim(None)) is not None:
+            yield found
+        yield from list(self._guesses.values())
+        yield from [slot for slot in self.slots if slot.state is not SlotState.ABSENT and not slot.is_leaving]
+
+    def _leave(self, slot: Slot) -> bool:
+        """Makes a slot absent if nobody needs it."""
+        if slot.state is SlotState.LOADING or slot.pins:
+            return False
+        if slot.state is SlotState.RESIDENT:
+            self._forget(slot)
+            self.n_evicted += 1
+        self._leaving.discard(slot.index)
+        slot.is_leaving = False
+        slot.state = SlotState.ABSENT
+        slot.key = None
+        slot.is_guess = False
+        self._absent.append(slot.index)
+        self._gone.append(slot.index)
+        return True
+
+    def take_gone(self) -> list[int]:
+        """Slots that became absent since the last call: their memory can be given back."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def replace_policy(self, policy: Policy) -> None:
+        """Another policy from now on; the caller has told it what it may know."""
+        self.policy = policy
+        for slot in self.slots:
+            if slot.state is SlotState.RESIDENT and not slot.pins and slot.key and not slot.is_guess:
+                policy.add(slot.key)
 
     def visit(self, layer: int, is_decode: bool) -> None:
         """A layer's visit begins."""
@@ -99,6 +193,8 @@ class SlotTable:
 
     def unpin(self, slot: Slot) -> None:
         slot.pins -= 1
+        if slot.is_leaving and self._leave(slot):
+            return
         if not slot.pins and slot.state is SlotState.RESIDENT and slot.key is not None:
             self.policy.add(slot.key)
 
@@ -140,7 +236,10 @@ class SlotTable:
     def loaded(self, slot: Slot) -> None:
         """The slot's read is complete."""
         slot.state = SlotState.RESIDENT
-        if self._guesses.pop(slot.index, None):
+        was_guess = self._guesses.pop(slot.index, None)
+        if slot.is_leaving and self._leave(slot):
+            return
+        if was_guess:
             self._fresh[slot.index] = slot
         elif not slot.pins and slot.key is not None:
             self.policy.add(slot.key)
@@ -162,7 +261,10 @@ class SlotTable:
         slot.pins = 0
         slot.is_doomed = False
         slot.is_guess = False
-        self._free.append(slot.index)
+        if slot.is_leaving:
+            self._leave(slot)
+        else:
+            self._free.append(slot.index)
 
     def guesses_in_flight(self) -> list[Slot]:
         """Slots that load on a hint, least promising (oldest) first."""

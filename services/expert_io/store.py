@@ -16,7 +16,7 @@ from services.expert_io.slab import Slab
 from services.expert_io.slots import Slot
 from services.expert_io.sources import RecordSources, Source
 from shared.container.format import ExpertLayout
-from shared.container.reader import Container
+from shared.container.reader import Container, ExpertFile
 from shared.errors import StoreError
 from shared.residency import Key
 
@@ -47,6 +47,7 @@ class ExpertStore:
                 f"A slot has {slot_bytes} bytes but the largest expert record has {largest}; this is a fault."
             )
         self.slab = Slab(n_slots, slot_bytes)
+        self._layout_of = _number_layouts(self._sources.files)
         self._spec = container.spec
         self.reader = Reader(PIECES_IN_FLIGHT, PIECE_BYTES)
         self._verified: set[Key] = set()
@@ -130,7 +131,8 @@ class ExpertStore:
     def ffn(self, slot: Slot) -> Ffn:
         """The three matrices of the expert in ``slot``, pointing into it."""
         assert slot.key is not None
-        cached = self._ffns.get((slot.index, slot.key[0]))
+        place = (slot.index, self._layout_of[slot.key[0]])
+        cached = self._ffns.get(place)
         if cached is None:
             file = self._sources.files[slot.key[0]]
             cached = expert_ffn(
@@ -140,13 +142,26 @@ class ExpertStore:
                 self._spec.hidden,
                 self._spec.expert_inner,
             )
-            self._ffns[(slot.index, slot.key[0])] = cached
+            self._ffns[place] = cached
         return cached
+
+    def give_back(self, indices: list[int]) -> None:
+        """The memory of these slots, which hold nothing any more, goes back to the system."""
+        for index in indices:
+            self.slab.release(index)
+            for layout in set(self._layout_of.values()):
+                self._ffns.pop((index, layout), None)
 
     def close(self) -> None:
         self.reader.close()
         self._sources.close()
         self.slab.close()
+
+
+def _number_layouts(files: dict[int, ExpertFile]) -> dict[int, int]:
+    """Layer -> a number that is the same for records of the same layout: their matrices lie alike in a slot."""
+    numbers: dict[ExpertLayout, int] = {}
+    return {layer: numbers.setdefault(file.layout, len(numbers)) for layer, file in files.items()}
 
 
 def expert_ffn(address: int, layout: ExpertLayout, fmt: str, hidden: int, inner: int) -> Ffn:

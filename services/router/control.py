@@ -59,6 +59,8 @@ class ControlPlane:
                 self._server.send(identity, self._group.status(now, *self._load_counts()))
             elif isinstance(msg, control.Drain):
                 self._carry_out(self._group.drain(now, identity, msg.reason, msg.deadline_s))
+            elif isinstance(msg, control.RamWanted):
+                self._carry_out(self._group.change_ram(identity, msg))
             else:
                 self._carry_out(self._group.heard(now, identity, msg))
 

@@ -136,6 +136,8 @@ class Group:
         self._of_identity: dict[bytes, str] = {}
         self._drain: _Drain | None = None
         self._was_ready = False
+        self._n_asked = 0
+        self._ram_askers: dict[int, bytes] = {}
 
     # -- questions
 
@@ -208,6 +210,8 @@ class Group:
             peer.stage, peer.stage_s = msg.stage, msg.stage_s
         elif isinstance(msg, control.Drained):
             out += self._drained(peer.service, msg.n_cut)
+        elif isinstance(msg, control.Ram):
+            out += self._ram_changed(msg)
         elif isinstance(msg, control.Dead):
             note = {"peer": peer.service, "peer_incarnation": peer.incarnation, "reason": msg.reason}
             out += [Note("error", "peer_dead", note), *self._gone(peer, FAILED)]
@@ -234,6 +238,19 @@ class Group:
                 self._drain.waiting.add(peer.service)
                 out.append(Reply(peer.identity, control.Drain(reason, deadline_s)))
         return [*out, Changed(), *self._finish_drain(is_late=False)]
+
+    def change_ram(self, identity: bytes, msg: control.RamWanted) -> list[Instruction]:
+        """A tool wants another memory budget, or to know it: expert_io decides, for the slots are its own."""
+        store = self.peers[EXPERT_IO]
+        if store.state not in ALIVE:
+            return [Reply(identity, control.Ram(0, 0, 0, 0, 0, f"expert_io is {store.state}: try again in a moment."))]
+        self._n_asked += 1
+        self._ram_askers[self._n_asked] = identity
+        return [Reply(store.identity, control.RamWanted(msg.budget_bytes, self._n_asked))]
+
+    def _ram_changed(self, msg: control.Ram) -> list[Instruction]:
+        asker = self._ram_askers.pop(msg.asker, None)
+        return [Reply(asker, msg)] if asker is not None else []
 
     def tick(self, now: float, samples: dict[str, Sample]) -> list[Instruction]:
         """Looks for silence. ``samples``: of the services that ``suspects`` names."""
@@ -324,7 +341,12 @@ class Group:
         peer.is_suspected = False
         if not was_there:
             return []
-        return [Lost(peer.service), Changed(), *self._drained(peer.service, 0)]
+        out: list[Instruction] = [Lost(peer.service), Changed(), *self._drained(peer.service, 0)]
+        if peer.service == EXPERT_IO:
+            words = "expert_io ended before it could answer: try again in a moment."
+            out += [Reply(asker, control.Ram(0, 0, 0, 0, 0, words)) for asker in self._ram_askers.values()]
+            self._ram_askers.clear()
+        return out
 
     def _judge(self, now: float, peer: Peer, silence: float, sample: Sample | None) -> list[Instruction]:
         reason = ""

@@ -75,6 +75,27 @@ class Dead(Msg, tag="dead", frozen=True, array_like=True, gc=False):
     traceback: str
 
 
+class RamWanted(Msg, tag="ram_wanted", frozen=True, array_like=True, gc=False):
+    """Tool -> Router, Router -> Service: have this memory budget from now on; 0: only tell the present one.
+
+    ``asker``: the router's number for the tool that waits.
+    """
+
+    budget_bytes: int
+    asker: int = 0
+
+
+class Ram(Msg, tag="ram", frozen=True, array_like=True, gc=False):
+    """Service -> Router, Router -> Tool: the budget and the slots it allows; ``refusal``: why it was not changed."""
+
+    asker: int
+    budget_bytes: int
+    n_slots: int
+    n_used: int
+    n_leaving: int
+    refusal: str = ""
+
+
 class StatusWanted(Msg, tag="status_wanted", frozen=True, array_like=True, gc=False):
     """Tool -> Router: answer with Status."""
 

@@ -89,3 +89,22 @@ def test_the_tie_can_be_undone_and_nonsense_is_refused() -> None:
     die_with_parent(0)
     with pytest.raises(NativeError, match="signal 1000"):
         die_with_parent(1000)
+
+
+def test_a_part_is_given_back_and_the_rest_stays() -> None:
+    with HugeBuffer(3 * HUGE) as buffer:
+        buffer.array[:] = 7
+        before = held(buffer.address)
+        buffer.release(HUGE, HUGE)
+        assert held(buffer.address) <= before - HUGE
+        assert not buffer.array[HUGE : 2 * HUGE].any()
+        assert (buffer.array[:HUGE] == 7).all() and (buffer.array[2 * HUGE :] == 7).all()
+        with pytest.raises(NativeError, match="cb_huge_release"):
+            buffer.release(1, 4096)
+
+
+def held(address: int) -> int:
+    """Bytes of the mapping that lie in memory."""
+    found = re.search(r"Rss:\s+(\d+) kB", mapping_of(address))
+    assert found
+    return int(found[1]) * 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shared.messages.control import RamWanted
 from shared.residency import POLICIES
 from tests.oracle import oracle_array
 from tests.support.ring import Ring
@@ -243,3 +245,31 @@ def test_while_guessing_rests_the_router_makes_no_guess(converted: Converted, tm
         assert not hints
     with Ring(model, tmp_path) as ring:
         assert ring.generate(prompt, 10).tokens == tokens
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_text_stays_while_the_budget_changes(policy: str, converted: Converted, tmp_path: Path) -> None:
+    """Before every step another budget, from the least that is possible to all experts; prompts come in waves."""
+    model = converted("deepseek_v3", "int8")
+    prompt = (oracle_array("deepseek_v3", "prompt_ids").tolist() * 9)[:100]
+    with Ring(model, tmp_path, prefill_chunk=16) as ring:
+        resident = ring.generate(prompt, 12).tokens
+    with Ring(model, tmp_path, prefill_chunk=16, cache_policy=policy, ram_bytes=1 << 30) as ring:
+        service = ring.services["expert_io"]
+        least, most = ring.spec.gate_k + 1, ring.config.n_slots
+        sizes = itertools.cycle((least, most, most // 2, least + 3))
+        seen = []
+
+        def change(sender: str, receiver: str, msg: object) -> bool:
+            if type(msg).__name__ == "ExpertsWanted" and receiver == "expert_io" and msg.layer % 2:  # type: ignore[attr-defined]
+                ram = service.change_ram(RamWanted(next(sizes) * ring.config.slot_bytes, 3))
+                assert not ram.refusal and ram.asker == 3
+                assert service._table.n_used <= service._table.capacity + ram.n_leaving
+                seen.append(ram.n_slots)
+            return True
+
+        ring.on_deliver = change
+        assert ring.generate(prompt, 12).tokens == resident
+        assert {least, most // 2, most} <= set(seen)
+        refused = service.change_ram(RamWanted((least - 1) * ring.config.slot_bytes, 4))
+        assert f"at least {least} expert slots" in refused.refusal and refused.n_slots == seen[-1]

@@ -286,3 +286,30 @@ def test_ready_of_a_process_that_has_ended_does_not_count() -> None:
     driver.group.exited("attention", 2)
     assert driver.ready("attention", 2) == []
     assert not driver.group.is_ring_alive
+
+
+# ---- the memory budget --------------------------------------------------------------------------------------------
+
+
+def test_a_new_budget_goes_to_the_store_and_its_answer_to_who_asked() -> None:
+    driver = Driver().all_ready()
+    asked = [driver.group.change_ram(tool, control.RamWanted(size)) for tool, size in ((b"a", 7), (b"b", 0))]
+    sent = [do for dos in asked for do in dos if isinstance(do, Reply)]
+    assert [(do.identity, do.msg.budget_bytes) for do in sent] == [
+        (identity("expert_io"), 7),
+        (identity("expert_io"), 0),
+    ]
+    for do, tool in zip(reversed(sent), (b"b", b"a"), strict=True):
+        answer = control.Ram(do.msg.asker, 100, 5, 4, 0)
+        assert driver.group.heard(driver.now, identity("expert_io"), answer) == [Reply(tool, answer)]
+        assert driver.group.heard(driver.now, identity("expert_io"), answer) == []
+
+
+def test_a_budget_nobody_can_carry_out_is_refused() -> None:
+    driver = Driver().all_ready()
+    driver.group.change_ram(b"tool", control.RamWanted(7))
+    lost = driver.group.exited("expert_io", 1)
+    answers = [do.msg.refusal for do in lost if isinstance(do, Reply) and do.identity == b"tool"]
+    assert len(answers) == 1 and "try again" in answers[0]
+    (reply,) = driver.group.change_ram(b"tool", control.RamWanted(7))
+    assert isinstance(reply, Reply) and reply.identity == b"tool" and "expert_io is absent" in reply.msg.refusal

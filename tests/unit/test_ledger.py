@@ -13,7 +13,8 @@ from shared.container.format import PRECISIONS, Facts, plan_container, plan_fact
 from shared.container.synth import preset_config
 from shared.errors import CapacityError, ConfigError
 from shared.kv_layout import KV_BLOCK, kv_layout
-from shared.ledger import BUDGET_SHARE, Ledger, make_ledger, predict_speed, probe_memory
+from shared.ledger import BUDGET_SHARE, Ledger, make_ledger, predict_speed
+from shared.memory_probe import probe_memory
 from shared.model_spec import ModelSpec
 
 GIB = 1 << 30

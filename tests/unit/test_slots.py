@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from services.expert_io.layer_run import LayerRun
 from services.expert_io.slots import SlotState, SlotTable
-from shared.residency import POLICIES, passing_limit
+from shared.residency import POLICIES, KeepAll, passing_limit
 
 LAYERS = range(8)
 
@@ -222,3 +224,114 @@ def test_the_guesses_in_flight_are_those_that_load_on_a_hint() -> None:
             table.unpin(slot)
         loading = {s.index for s in table.slots if s.state is SlotState.LOADING and s.is_guess and not s.is_doomed}
         assert {s.index for s in table.guesses_in_flight()} == loading, step
+
+
+# ---- another capacity while the table is in use -------------------------------------------------------------------
+
+
+def present(table: SlotTable) -> list[int]:
+    return [slot.index for slot in table.slots if slot.state is not SlotState.ABSENT]
+
+
+@pytest.mark.parametrize("is_by_policy", [True, False])
+def test_a_smaller_table_lets_the_surplus_go_at_once(is_by_policy: bool) -> None:
+    table = SlotTable(8, POLICIES["lru"](8, LAYERS), n_reserved=12)
+    rng = random.Random(0)
+    for layer, experts in enumerate(([1, 2], [1, 2], [3, 4])):
+        drive(LayerRun(0, layer, experts, table), table, rng)
+    assert table.take_gone() == []
+    assert table.resize(3, is_by_policy=is_by_policy) == []
+    assert sorted(table.take_gone()) == sorted(set(range(8)) - set(present(table)))
+    assert len(present(table)) == table.n_used == 3 and table.n_leaving == 0
+    if is_by_policy:  # the longest unused left, the free ones before them
+        assert {slot.key for slot in table.slots if slot.key} == {(1, 2), (2, 3), (2, 4)}
+    else:
+        assert present(table) == [0, 1, 2]
+    table.resize(12, is_by_policy=is_by_policy)
+    assert len(present(table)) == 12 and table.n_used == 3 and table.take_gone() == []
+
+
+def test_slots_in_use_leave_when_they_are_let_go() -> None:
+    table = table_of(6)
+    run = LayerRun(0, 0, [1, 2, 3, 4, 5], table)
+    _, orders = run.start()
+    table.loaded(orders[0].slot)
+    run.arrived((0, 1))
+    guess = table.acquire((1, 9), is_guess=True)
+    assert guess is not None
+    assert table.resize(2, is_by_policy=True) == [guess]
+    assert table.n_leaving == 4 and len(present(table)) == 6
+    table.doom(guess)
+    table.release(guess)
+    assert table.take_gone() == [guess.index]
+    for order in orders[1:]:
+        assert order.slot.key is not None
+        table.loaded(order.slot)
+        run.arrived(order.slot.key)
+    run.computed([e for e, _ in run.take_ready(9)])
+    assert run.is_done and table.n_leaving == 0 and len(present(table)) == table.n_used == 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("is_by_policy", [True, False])
+def test_visits_go_on_while_the_capacity_changes(policy: str, is_by_policy: bool) -> None:
+    rng = random.Random(policy)
+    table = SlotTable(16, POLICIES[policy](16, LAYERS), n_reserved=24)
+    doomed = []
+    for step in range(150):
+        experts = sorted(rng.sample(range(32), rng.randint(1, 20)))
+        run = LayerRun(step, rng.choice(LAYERS), experts, table, {e: 0.1 for e in experts if rng.random() < 0.5})
+        promote, orders = run.start()
+        in_flight = [o.slot for o in orders] + promote
+        for _ in range(1000):
+            if run.is_done:
+                break
+            action = rng.random()
+            if action < 0.1:
+                for guess in table.resize(rng.randint(1, 24), is_by_policy=is_by_policy):
+                    table.doom(guess)
+                    doomed.append(guess)
+            elif action < 0.2:
+                key = (rng.choice(LAYERS), rng.randrange(32))
+                if table.find(key) is None and table.acquire(key, is_guess=True):
+                    assert table.find(key)
+            elif run.has_ready and action < 0.6:
+                run.computed([e for e, _ in run.take_ready(rng.randint(1, 3))])
+            elif in_flight and action < 0.9:
+                slot = in_flight.pop(rng.randrange(len(in_flight)))
+                assert slot.key is not None
+                key = slot.key
+                table.loaded(slot)
+                run.arrived(key)
+            else:
+                for slot in table.slots:
+                    if slot.is_doomed and slot.state is SlotState.LOADING:
+                        table.release(slot)
+                if run.is_starved:
+                    for guess in table.guesses_in_flight():
+                        table.doom(guess)
+                        doomed.append(guess)
+            in_flight += [o.slot for o in run.more_reads()]
+        else:
+            raise AssertionError("the visit is stuck")
+        for slot in table.slots:
+            if slot.is_doomed and slot.state is SlotState.LOADING:
+                table.release(slot)
+        for guess in table.guesses_in_flight():
+            table.loaded(guess)
+        table.looked_up(run.layer)
+        assert table.n_leaving == 0 and len(present(table)) == table.capacity
+        assert is_by_policy or present(table) == list(range(table.capacity))
+        keys = [slot.key for slot in table.slots if slot.key]
+        assert len(keys) == len(set(keys)) == table.n_used
+    assert doomed
+
+
+def test_a_policy_that_comes_later_knows_who_may_leave() -> None:
+    table = SlotTable(4, KeepAll(4, LAYERS))
+    drive(LayerRun(0, 0, [1, 2, 3, 4], table), table, random.Random(0))
+    policy = POLICIES["next-use"](4, LAYERS)
+    policy.restore({(0, 1): 1.0, (0, 3): 0.5})
+    table.replace_policy(policy)
+    table.resize(2, is_by_policy=True)
+    assert {slot.key for slot in table.slots if slot.key} == {(0, 1), (0, 3)}

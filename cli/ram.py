@@ -1,0 +1,124 @@
+"""``colibri ram``: who holds the memory of a running group, and another budget for it while it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deploy import rundir
+from shared.bus import ControlClient
+from shared.config import LOCK_NAME, GroupConfig, Line, parse_bytes
+from shared.endpoints import Endpoints, default_run_dir
+from shared.errors import CapacityError, ConfigError
+from shared.ledger import GROUP, SHARED, ledger_table, slots_line
+from shared.memory_probe import limits_of, page_cache_bytes, probe_memory, process_use
+from shared.messages import control
+from shared.segments import run_bytes
+
+ANSWER_S = 30.0
+
+
+@click.command("ram")
+@click.argument("size", required=False)
+@click.option("--run-dir", metavar="DIR", help="The group of this run directory (default: the user's own).")
+@click.option("--json", "is_json", is_flag=True, help="As JSON.")
+def command(size: str | None, run_dir: str | None, is_json: bool) -> None:
+    """Show the memory of the running group, or give it another budget: SIZE for the whole group, for example 12G.
+
+    A smaller budget takes effect at once: experts leave their slots and the memory goes back to the system. Everything but
+    the slots keeps its size until the next start.
+    """
+    directory = Path(run_dir).expanduser().absolute() if run_dir else default_run_dir()
+    config = rundir.running_config(directory)
+    n_bytes = parse_bytes(size, "size") if size is not None else 0
+    if size is not None and n_bytes <= 0:
+        raise ConfigError(f"size = {size}: a budget is more than 0 bytes, for example 12G.")
+    ram = _ask(config, n_bytes)
+    if ram.refusal:
+        raise CapacityError(ram.refusal)
+    report = make_report(config, ram)
+    click.echo(json.dumps(report, indent=1) if is_json else format_report(config, ram, report))
+
+
+def _ask(config: GroupConfig, n_bytes: int) -> control.Ram:
+    client = ControlClient(Endpoints(config.run_dir, config.run_id))
+    try:
+        answer = client.ask(control.RamWanted(n_bytes), control.Ram, ANSWER_S)
+    finally:
+        client.close(0)
+    if not isinstance(answer, control.Ram):
+        raise ConfigError(
+            f"the group in {config.run_dir} did not answer within {ANSWER_S:.0f} s; see colibri-up --status"
+        )
+    return answer
+
+
+def make_report(config: GroupConfig, ram: control.Ram) -> dict[str, Any]:
+    """All figures in bytes. ``held``: what each process holds by itself, by its ledger's owner; segments are apart."""
+    run_dir = Path(config.run_dir)
+    found = rundir.processes(run_dir)
+    pids = {name: int(entry["pid"]) for name, entry in found.get("services", {}).items() if entry.get("pid")}
+    owner = int(rundir.read_json(run_dir / LOCK_NAME).get("pid", 0))
+    held = {name: _own_bytes(pid) for name, pid in pids.items()}
+    held[GROUP] = sum(_own_bytes(pid) for pid in (rundir.keeper_pid(run_dir) or 0, owner) if pid)
+    held[SHARED] = run_bytes(config.run_id)
+    planned: dict[str, int] = {}
+    for line in lines_of(config, ram):
+        planned[line.owner] = planned.get(line.owner, 0) + line.bytes
+    probe = probe_memory()
+    return {
+        "budget": ram.budget_bytes,
+        "started_with": config.ram_bytes,
+        "slots": {"capacity": ram.n_slots, "used": ram.n_used, "leaving": ram.n_leaving, "bytes": config.slot_bytes},
+        "planned": planned,
+        "held": held,
+        "held_sum": sum(held.values()),
+        "available": probe.available_bytes,
+        "page_cache": page_cache_bytes(),
+        "limits": [
+            {
+                "file": limit.limit_file,
+                "limit": limit.limit_bytes,
+                "used": limit.used_bytes,
+                "cache": limit.cache_bytes,
+                "left": limit.left_bytes,
+            }
+            for limit in limits_of(pids.get("expert_io", 0))
+        ],
+    }
+
+
+def _own_bytes(pid: int) -> int:
+    use = process_use(pid)
+    return use.own_bytes if use else 0
+
+
+def lines_of(config: GroupConfig, ram: control.Ram) -> list[Line]:
+    """The ledger as it holds now."""
+    n_experts = max(config.n_experts, ram.n_slots)
+    return [*config.memory, slots_line(ram.n_slots, n_experts, config.slot_bytes)]
+
+
+def format_report(config: GroupConfig, ram: control.Ram, report: dict[str, Any]) -> str:
+    """For people."""
+    rows = [ledger_table(lines_of(config, ram), ram.budget_bytes, report["available"] + report["held_sum"]), ""]
+    rows.append(f"{'process':12}{'in the ledger':>18}{'held now':>18}")
+    for owner in sorted(set(report["planned"]) | set(report["held"])):
+        rows.append(f"{owner:12}{report['planned'].get(owner, 0):>18,}{report['held'].get(owner, 0):>18,}")
+    rows.append(f"{'sum':12}{sum(report['planned'].values()):>18,}{report['held_sum']:>18,}")
+    leaving = f", {ram.n_leaving} more leave as soon as they are let go" if ram.n_leaving else ""
+    rows.append(f"\n{ram.n_slots:,} slots, {ram.n_used:,} hold an expert{leaving}")
+    if ram.budget_bytes != config.ram_bytes:
+        rows.append(f"started with a budget of {config.ram_bytes:,}")
+    rows.append(
+        f"available beside that: {report['available']:,}; page cache, which is not ours: {report['page_cache']:,}"
+    )
+    for limit in report["limits"]:
+        rows.append(
+            f"control group {limit['file']}: limit {limit['limit']:,}, used {limit['used']:,}, of it page cache "
+            f"{limit['cache']:,}, left {limit['left']:,}"
+        )
+    return "\n".join(rows)
