@@ -105,7 +105,8 @@ def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
     from shared.memory_probe import probe_memory
 
     model_dir = model_dir_of(settings)
-    container = Container.open(model_dir)
+    mirrors = tuple(str(Path(text).expanduser().absolute()) for text in settings.mirror)
+    container = Container.open(model_dir, mirrors)
     memory = probe_memory()
     ledger = make_ledger(
         container.spec,
@@ -147,6 +148,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
         drain_s=settings.drain_s,
         stall_s=settings.stall_s,
         direct_io=settings.direct_io,
+        mirrors=mirrors,
     )
     return Plan(config, container.spec, ledger)
 

@@ -35,6 +35,7 @@ SETTING_FLAGS = (
     "max_sequences",
     "record_logits",
     "record_routing",
+    "mirror",
 )
 
 
@@ -82,6 +83,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-sequences", type=int, metavar="N", help="sequences computed at the same time (default 4)")
     add("--record-logits", metavar="FILE", help="append the logits of every step to FILE (for tests)")
     add("--record-routing", metavar="FILE", help="append which experts are chosen to FILE, for `colibri cache-sim`")
+    add(
+        "--mirror",
+        action="append",
+        metavar="DIR",
+        help="also read experts from the copies in DIR, on another drive (`colibri mirror stage`); may be repeated",
+    )
     add("--config", metavar="FILE", help="settings from a TOML file; flags win over it")
     add("--daemon", action="store_true", help="return when the group is ready and leave it running")
     add("--status", action="store_true", help="show the group of this run directory")

@@ -64,6 +64,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Append the gates' choices to this trace file, for ``colibri cache-sim``."""
     direct_io: Literal["auto", "on", "off"] = "auto"
     """Whether experts are read past the page cache."""
+    mirror: tuple[str, ...] = ()
+    """Directories on other drives that hold copies of expert files (docs/store.md)."""
     heartbeat_s: float = 1.0
     """Seconds between heartbeats."""
     drain_s: float = 30.0
@@ -120,6 +122,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Experts of all layers in use: more slots than that are of no use."""
     memory: tuple[Line, ...] = ()
     """The ledger without the expert slots."""
+    mirrors: tuple[str, ...] = ()
+    """Directories with further copies of expert files."""
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)

@@ -60,6 +60,9 @@ CELLS: dict[str, tuple[str, ...]] = {
         "ahead_reads",
         "ahead_useful",
         "ahead_wasted",
+        "copy_faults",
+        "copies_damaged",
+        "places_resting",
     ),
     DRAFTER: ("drafts", "tokens", "rows"),
 }

@@ -15,7 +15,7 @@ class DenseWeights:
     """All structs that the forward pass needs, and the memory below them."""
 
     def __init__(self, model_dir: Path) -> None:
-        container = Container.open(model_dir)
+        container = Container.open(model_dir, with_copies=False)
         self.spec = spec = container.spec
         self._part = DensePart(container, lambda entry: owner_of(entry.name, spec) == "dense")
         tensors = self._part.tensors

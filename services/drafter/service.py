@@ -67,7 +67,7 @@ class DrafterService(Service):
         self._ctx = ctx
         self._bus = ctx.bus
         config = ctx.config
-        container = Container.open(Path(config.model_dir))
+        container = Container.open(Path(config.model_dir), with_copies=False)
         self._spec = spec = container.spec
         self._pool = Pool(config.n_threads)
         self._draft: Draft | None = None

@@ -76,7 +76,12 @@ class ExpertIoService(Service):
     def load(self, ctx: ServiceContext) -> dict[str, str]:
         self._ctx = ctx
         config = ctx.config
-        container = Container.open(Path(config.model_dir))
+        # colibri-up has refused mirrors that don't fit; one that broke since must not end a process that can do without.
+        container = Container.open(
+            Path(config.model_dir),
+            config.mirrors,
+            on_bad_mirror=lambda error: ctx.log.warning("mirror_left_out", reason=str(error)),
+        )
         self._spec = spec = container.spec
         self._pool = Pool(config.n_threads)
         self._layers = tuple(layer for layer in spec.moe_layers if layer < spec.n_layers or config.n_drafts)
@@ -95,8 +100,11 @@ class ExpertIoService(Service):
         n_reserved = max(config.n_slots, config.reserved_slots)
         policy = make_policy(config.cache_policy, n_slots, self._layers, spec.n_experts)
         self._table = SlotTable(n_slots, policy, n_reserved)
-        self._store = ExpertStore(container, self._layers, n_reserved, config.slot_bytes, config.direct_io)
-        ctx.bus.add_fd(self._store.reader.fd, self._on_reads)
+        self._store = ExpertStore(
+            container, self._layers, n_reserved, config.slot_bytes, config.direct_io, ctx.log.warning
+        )
+        for reader in self._store.readers:
+            ctx.bus.add_fd(reader.fd, self._on_reads)
         self._load_usage()
         self._pilot = PilotAccount()
         self._trial = PilotTrial(max(1, sum(layer < spec.n_layers for layer in self._layers)))
@@ -552,7 +560,7 @@ class ExpertIoService(Service):
 
     def _publish(self) -> None:
         """What the read pool and the slot table count themselves goes into the shared counters."""
-        counters = self._store.reader.counters()
+        counters = self._store.counters()
         for name, total in (
             ("bytes_demand", counters.bytes_demand),
             ("bytes_speculative", counters.bytes_speculative),
@@ -566,9 +574,12 @@ class ExpertIoService(Service):
             ("pilot_lost_ns", self._pilot.totals.lost_ns),
             ("pilot_wanted", self._pilot.totals.wanted),
             ("pilot_right", self._pilot.totals.right),
+            ("copy_faults", self._store.n_copy_faults),
         ):
             self._counters.set(name, self._before[name] + total)
         self._counters.set("resident", self._table.n_used)
+        self._counters.set("copies_damaged", self._store.n_copies_damaged)
+        self._counters.set("places_resting", self._store.n_places_resting)
 
     def _read_failed(self, visit: Visit | None, slot: Slot, fault: ReadFault) -> None:
         self._counters.add("read_errors", 1)

@@ -1,54 +1,141 @@
-"""Where the experts' records lie: open files, offsets, checksums. Reads nothing itself."""
+"""Where the experts' records lie: the open files of every copy, their drives, and what is known of each. Reads nothing itself.
+
+Which copy is read next ``copies.py`` decides; this module carries its numbers to files and faults to the log.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from shared.container.reader import Container, ExpertFile
+from shared.container.mirror import drive_of
+from shared.container.reader import Container, Copy, ExpertFile
 from shared.errors import StoreError
 from shared.residency import Key
+
+from services.expert_io.copies import CopyChooser  # isort: skip
 
 
 @dataclass(frozen=True)
 class Source:
-    """One copy of one record."""
+    """One copy of one record. ``drive`` counts from 0."""
 
     fd: int
     offset: int
     n_bytes: int
     path: str
+    place: int
+    drive: int
 
 
 class RecordSources:
-    """The expert files of ``layers``, open for direct reads where ``direct_io`` ("auto", "on", "off") and the mount allow."""
+    """The expert files of ``layers`` in all places, open for direct reads where ``direct_io`` ("auto", "on", "off") and the
+    mount allow. ``warn`` takes an event and its facts, as a log does."""
 
-    def __init__(self, container: Container, layers: tuple[int, ...], direct_io: str) -> None:
+    def __init__(
+        self, container: Container, layers: tuple[int, ...], direct_io: str, warn: Callable[..., None]
+    ) -> None:
         self.files: dict[int, ExpertFile] = {layer: container.experts[layer] for layer in layers}
-        self.is_direct = direct_io != "off"
-        self._fds: dict[int, int] = {}
-        for layer, file in self.files.items():
-            self._fds[layer] = self._open(str(file.path), direct_io)
+        self.places = container.places
+        self._warn = warn
+        self._buffered: set[int] = set(range(len(self.places))) if direct_io == "off" else set()
+        self._fds: dict[tuple[int, int], int] = {}
+        try:
+            for layer, file in self.files.items():
+                for copy in file.copies:
+                    self._fds[layer, copy.place] = self._open(copy, direct_io)
+            devices = [drive_of(place) for place in self.places]
+        except BaseException:
+            self.close()
+            raise
+        numbers = {device: i for i, device in enumerate(dict.fromkeys(devices))}
+        self.drives: tuple[int, ...] = tuple(numbers[device] for device in devices)
+        self.n_drives = len(numbers)
+        self._chooser = CopyChooser(self.drives)
+        self._verified: set[tuple[int, Key]] = set()
+        self._damaged_files: set[str] = set()
+        self.n_faults = 0  # reads of one copy that failed or came damaged
 
-    def _open(self, path: str, direct_io: str) -> int:
+    @property
+    def is_direct(self) -> bool:
+        return not self._buffered
+
+    def _open(self, copy: Copy, direct_io: str) -> int:
         flags = os.O_RDONLY | os.O_CLOEXEC
-        if self.is_direct:
+        if copy.place not in self._buffered:
             try:
-                return os.open(path, flags | os.O_DIRECT)
+                return os.open(copy.path, flags | os.O_DIRECT)
             except OSError:
                 if direct_io == "on":
                     raise StoreError(
-                        f'{path} can\'t be opened for direct reads; this file system has none. Use direct_io = "auto".'
+                        f"{copy.path} can't be opened for direct reads; this file system has none. "
+                        'Use direct_io = "auto".'
                     ) from None
-                # One mount serves all files of a model: buffered for all, so that the facts say one thing.
-                self.is_direct = False
-        return os.open(path, flags)
+                # One mount serves all files of a place: buffered for all of them.
+                self._buffered.add(copy.place)
+        return os.open(copy.path, flags)
 
-    def choose(self, key: Key) -> Source:
-        """The copy to read next."""
+    # -- choosing ---------------------------------------------------------------------------------------------
+
+    def choose(self, key: Key, *, is_guess: bool, tried: Collection[int] = ()) -> Source | None:
+        """The copy to read next, counted as queued until ``ended``; None when all places that hold it were tried."""
         layer, expert = key
         file = self.files[layer]
-        return Source(self._fds[layer], file.offset_of(expert), file.record_bytes, str(file.path))
+        places = [copy.place for copy in file.copies if copy.place not in tried and copy.holds(expert)]
+        if not places:
+            return None
+        place = self._chooser.choose(key, places, file.record_bytes, time.monotonic_ns(), is_guess=is_guess)
+        path = next(copy.path for copy in file.copies if copy.place == place)
+        return Source(
+            self._fds[layer, place], file.offset_of(expert), file.record_bytes, str(path), place, self.drives[place]
+        )
+
+    def promoted(self, source: Source) -> None:
+        """Somebody waits for this guessed read now."""
+        self._chooser.promoted(source.place, source.n_bytes)
+
+    def ended(self, source: Source, n_read: int, start_ns: int, end_ns: int, *, is_guess: bool) -> None:
+        """A read is over, however it went."""
+        self._chooser.ended(source.place, source.n_bytes, n_read, start_ns, end_ns, is_guess=is_guess)
+
+    # -- what came of it --------------------------------------------------------------------------------------
+
+    def is_verified(self, source: Source, key: Key) -> bool:
+        """Whether this copy of the record has had the right checksum before."""
+        return (source.place, key) in self._verified
+
+    def arrived(self, source: Source, key: Key) -> None:
+        """The record came whole and as it was written."""
+        self._verified.add((source.place, key))
+        self._chooser.succeeded(source.place)
+
+    def failed(self, source: Source, reason: str) -> None:
+        """The read failed for good."""
+        self.n_faults += 1
+        rest_ns = self._chooser.failed(source.place, time.monotonic_ns())
+        if rest_ns >= 0 and len(self.places) > 1:
+            directory = str(self.places[source.place])
+            self._warn("copy_failed", directory=directory, rests_s=rest_ns // 1_000_000_000, reason=reason)
+
+    def found_damaged(self, source: Source, key: Key, reason: str) -> None:
+        """The record's checksum is wrong."""
+        self.n_faults += 1
+        self._chooser.found_damaged(source.place, key)
+        if source.path not in self._damaged_files and len(self.places) > 1:
+            self._damaged_files.add(source.path)
+            self._warn("copy_damaged", path=source.path, layer=key[0], expert=key[1], reason=reason)
+
+    @property
+    def n_damaged(self) -> int:
+        """Records known to be damaged, each copy counted."""
+        return self._chooser.n_damaged()
+
+    @property
+    def n_resting(self) -> int:
+        """Places that are left alone for a while."""
+        return self._chooser.n_resting(time.monotonic_ns())
 
     def close(self) -> None:
         for fd in self._fds.values():

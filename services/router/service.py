@@ -76,7 +76,7 @@ class RouterService(Service):
         config = ctx.config
         self._config = config
         model_dir = Path(config.model_dir)
-        container = Container.open(model_dir)
+        container = Container.open(model_dir, with_copies=False)
         self._spec = spec = container.spec
         self._pool = Pool(config.n_threads)
         ctx.set_stage("load gates")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from shared.container.format import (
     plan_container,
     plan_facts,
 )
+from shared.container.mirror import MANIFEST_NAME, FileFacts, Held, held_files
 from shared.container.safetensors_file import FileHeader, read_header
 from shared.errors import ChecksumMismatch, ContainerError, ShortRead
 from shared.model_spec import ModelSpec
@@ -87,36 +88,78 @@ class Tensor(msgspec.Struct, frozen=True):
     stack: int
 
 
+class Copy(msgspec.Struct, frozen=True):
+    """One file with records of a layer. ``place``: which of ``Container.places`` it lies in."""
+
+    path: Path
+    place: int
+    held: Held = None
+    """Its records; None: all."""
+
+    def holds(self, expert: int) -> bool:
+        return self.held is None or expert in self.held
+
+
 class ExpertFile(msgspec.Struct, frozen=True):
-    """One MoE layer's records: record ``e`` lies at ``offset_of(e)``, a multiple of 4096."""
+    """One MoE layer's records: record ``e`` lies at ``offset_of(e)``, a multiple of 4096, in every copy that holds it."""
 
     layer: int
-    path: Path
+    name: str
     format: str
     data_offset: int
     record_bytes: int
     n_experts: int
     checksums: tuple[str, ...]
     layout: ExpertLayout
+    copies: tuple[Copy, ...] = ()
+    """At least one holds each record; the model directory's own comes first. Empty when opened without copies."""
 
     def offset_of(self, expert: int) -> int:
         return self.data_offset + expert * self.record_bytes
 
+    @property
+    def n_bytes(self) -> int:
+        """Size of the file."""
+        return self.offset_of(self.n_experts)
+
+    @property
+    def path(self) -> Path:
+        """The first copy."""
+        return self.copies[0].path
+
+    def copy_of(self, expert: int) -> Copy:
+        """The first copy that holds this record."""
+        return next(copy for copy in self.copies if copy.holds(expert))
+
 
 class Container:
-    """A validated container. ``experts`` has one file per MoE layer, the MTP layer included."""
+    """A validated container. ``experts`` has one file per MoE layer, the MTP layer included.
+
+    ``places`` are the directories with copies of expert files: the model's own, then the mirrors.
+    """
 
     def __init__(
-        self, path: Path, spec: ModelSpec, index: Index, dense: dict[str, DenseEntry], experts: dict[int, ExpertFile]
-    ) -> None:
-        self.path, self.spec, self.dense, self.experts = path, spec, dense, experts
+        self, path: Path, spec: ModelSpec, index: Index, dense: dict[str, DenseEntry], experts: dict[int, ExpertFile],
+        places: tuple[Path, ...],
+    ) -> None:  # fmt: skip
+        self.path, self.spec, self.dense, self.experts, self.places = path, spec, dense, experts, places
         self.fingerprint: str = index.fingerprint
         self.precision: dict[str, str] = index.precision
         self.converter: Converter = index.converter
 
     @staticmethod
-    def open(path: Path | str) -> Container:
-        """ContainerError or ConfigError names the file and what does not fit; no weights are read."""
+    def open(
+        path: Path | str,
+        mirrors: Iterable[Path | str] = (),
+        *,
+        with_copies: bool = True,
+        on_bad_mirror: Callable[[ContainerError], None] | None = None,
+    ) -> Container:
+        """ContainerError or ConfigError names the file and what does not fit; no weights are read.
+
+        Expert files may be missing in ``path`` if ``mirrors`` hold them. A mirror that does not fit is an error, or passed to
+        ``on_bad_mirror`` and left out. ``with_copies``: False for who reads no experts; their files are not looked at.
+        """
         path = Path(path)
         index = _read_index(path)
         spec = ModelSpec.load(path)
@@ -127,9 +170,12 @@ class Container:
             )
         check_precision(index.precision)
         plan = plan_container(spec, index.precision)
-        return Container(
-            path, spec, index, _open_dense(path, plan, index.dense), _open_experts(path, plan, index.experts)
-        )
+        dense = _open_dense(path, plan, index.dense)
+        experts = _expert_files(path, plan, index.experts)
+        places: tuple[Path, ...] = ()
+        if with_copies:
+            places = _find_copies(path, plan, experts, index.fingerprint, [Path(m) for m in mirrors], on_bad_mirror)
+        return Container(path, spec, index, dense, experts, places)
 
     def facts(self) -> Facts:
         """Bytes by owner, for the ledger."""
@@ -223,9 +269,10 @@ class _Part(msgspec.Struct, frozen=True):
     target: npt.NDArray[np.uint8] | None = None
 
 
-def _expert_part(file: ExpertFile, expert: int) -> _Part:
+def _expert_part(file: ExpertFile, expert: int, copy: Copy | None = None) -> _Part:
     what = f"layer {file.layer} expert {expert}"
-    return _Part(what, file.path, file.offset_of(expert), file.record_bytes, file.checksums[expert])
+    path = (copy or file.copy_of(expert)).path
+    return _Part(what, path, file.offset_of(expert), file.record_bytes, file.checksums[expert])
 
 
 class _Files:
@@ -416,14 +463,15 @@ def _require_size(path: Path, header: FileHeader) -> None:
         raise ContainerError(f"{path} should have {end:,} bytes, it has {header.file_bytes:,}. Copy the file again.")
 
 
-def _open_experts(path: Path, plan: ContainerPlan, records: dict[str, ExpertsRecord]) -> dict[int, ExpertFile]:
+def _expert_files(path: Path, plan: ContainerPlan, records: dict[str, ExpertsRecord]) -> dict[int, ExpertFile]:
+    """The expert files as ``colibri.json`` describes them, compared with what the model calls for; no copies yet."""
     plans = {str(file.layer): file for file in plan.experts}
     _require_same_names(path, "experts of layer", plans, records)
-    return {file.layer: _open_expert_file(path, file, records[key]) for key, file in plans.items()}
+    return {file.layer: _expert_file(path, file, records[key]) for key, file in plans.items()}
 
 
-def _open_expert_file(path: Path, plan: ExpertFilePlan, record: ExpertsRecord) -> ExpertFile:
-    file = _checked_file(path, record.file)
+def _expert_file(path: Path, plan: ExpertFilePlan, record: ExpertsRecord) -> ExpertFile:
+    _checked_file(path, record.file)
     layout = plan.layout
     if (record.format, record.record_bytes, record.n_experts) != (layout.format, layout.record_bytes, plan.n_experts):
         raise ContainerError(
@@ -437,28 +485,9 @@ def _open_expert_file(path: Path, plan: ExpertFilePlan, record: ExpertsRecord) -
             f"layer {plan.layer}. "
             "Convert the checkpoint again."
         )
-    header = read_header(file)
-    if header.data_offset != record.data_offset or record.data_offset % 4096:
-        raise ContainerError(
-            f"{file}: records start at byte {header.data_offset:,}, {INDEX_NAME} says {record.data_offset:,} (a "
-            "multiple of 4,096). Copy both again."
-        )
-    _require_same_names(file, "tensor", [plan.tensor_name(e) for e in range(plan.n_experts)], header.tensors)
-    for expert in range(plan.n_experts):
-        entry = header.tensors[plan.tensor_name(expert)]
-        if (entry.dtype, entry.shape) != (
-            "U8",
-            (record.record_bytes,),
-        ) or entry.offset != record.data_offset + expert * record.record_bytes:
-            raise ContainerError(
-                f"{file}: {plan.tensor_name(expert)!r} should be U8 [{record.record_bytes}] at byte "
-                f"{record.data_offset + expert * record.record_bytes:,}, found {entry.dtype} "
-                f"{list(entry.shape)} at {entry.offset:,}. Copy the file again."
-            )
-    _require_size(file, header)
     return ExpertFile(
         plan.layer,
-        file,
+        record.file,
         record.format,
         record.data_offset,
         record.record_bytes,
@@ -466,6 +495,97 @@ def _open_expert_file(path: Path, plan: ExpertFilePlan, record: ExpertsRecord) -
         record.checksums,
         layout,
     )
+
+
+def _find_copies(
+    path: Path,
+    plan: ContainerPlan,
+    experts: dict[int, ExpertFile],
+    fingerprint: str,
+    mirrors: Sequence[Path],
+    on_bad_mirror: Callable[[ContainerError], None] | None,
+) -> tuple[Path, ...]:
+    """Gives every file of ``experts`` its copies, their headers checked; returns the places."""
+    plans = {file.layer: file for file in plan.experts}
+    copies: dict[int, list[Copy]] = {layer: [] for layer in experts}
+    for layer, file in experts.items():
+        if (path / file.name).exists():
+            _check_expert_header(path / file.name, plans[layer], file)
+            copies[layer].append(Copy(path / file.name, 0))
+    places = [path]
+    for mirror in mirrors:
+        try:
+            if any(mirror.exists() and os.path.samefile(mirror, place) for place in places[1:]):
+                raise ContainerError(f"the mirror {mirror} is given twice. Leave one out.")
+            found = _copies_in(mirror, path, plans, experts, fingerprint, len(places))
+        except ContainerError as error:
+            if on_bad_mirror is None:
+                raise
+            on_bad_mirror(error)
+            continue
+        places.append(mirror)
+        for layer, copy in found.items():
+            copies[layer].append(copy)
+    for layer, file in experts.items():
+        for expert in range(file.n_experts):
+            if not any(copy.holds(expert) for copy in copies[layer]):
+                what = f"expert {expert} of {file.name}" if copies[layer] else file.name
+                raise ContainerError(
+                    f"{what} is missing; looked in {', '.join(map(str, places))}. Copy the file again from where the model "
+                    "came from, or name the directory that holds it with --mirror."
+                )
+        experts[layer] = msgspec.structs.replace(file, copies=tuple(copies[layer]))
+    return tuple(places)
+
+
+def _copies_in(
+    mirror: Path,
+    model_dir: Path,
+    plans: dict[int, ExpertFilePlan],
+    experts: dict[int, ExpertFile],
+    fingerprint: str,
+    place: int,
+) -> dict[int, Copy]:
+    """What a mirror holds. ContainerError when a header differs from the original's, or its first record does where no
+    manifest says which model the files are of."""
+    held = held_files(mirror, model_dir, fingerprint, file_facts(experts))
+    found: dict[int, Copy] = {}
+    for layer, file in experts.items():
+        if file.name in held:
+            found[layer] = Copy(mirror / file.name, place, held[file.name])
+            _check_expert_header(mirror / file.name, plans[layer], file)
+    if found and not (mirror / MANIFEST_NAME).exists():
+        layer, copy = next(iter(found.items()))
+        with _Files() as files:
+            complaint = files.complaint(_expert_part(experts[layer], 0, copy))
+        if complaint:
+            raise ContainerError(f"the expert files in {mirror} are not this model's, or damaged: {complaint}")
+    return found
+
+
+def file_facts(experts: dict[int, ExpertFile]) -> dict[str, FileFacts]:
+    """What a mirror's manifest is compared with."""
+    return {file.name: FileFacts(file.n_bytes, file.n_experts) for file in experts.values()}
+
+
+def _check_expert_header(path: Path, plan: ExpertFilePlan, file: ExpertFile) -> None:
+    """ContainerError unless the file at ``path`` has the header and the size of this layer's records."""
+    header = read_header(path)
+    if header.data_offset != file.data_offset or file.data_offset % 4096:
+        raise ContainerError(
+            f"{path}: records start at byte {header.data_offset:,}, {INDEX_NAME} says {file.data_offset:,} (a "
+            "multiple of 4,096). Copy both again."
+        )
+    _require_same_names(path, "tensor", [plan.tensor_name(e) for e in range(plan.n_experts)], header.tensors)
+    for expert in range(plan.n_experts):
+        entry = header.tensors[plan.tensor_name(expert)]
+        if (entry.dtype, entry.shape, entry.offset) != ("U8", (file.record_bytes,), file.offset_of(expert)):
+            raise ContainerError(
+                f"{path}: {plan.tensor_name(expert)!r} should be U8 [{file.record_bytes}] at byte "
+                f"{file.offset_of(expert):,}, found {entry.dtype} "
+                f"{list(entry.shape)} at {entry.offset:,}. Copy the file again."
+            )
+    _require_size(path, header)
 
 
 def _aligned(n_bytes: int) -> int:

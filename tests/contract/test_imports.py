@@ -27,6 +27,7 @@ PURE = {
     "services/router/group.py",
     "services/router/scheduler.py",
     "services/router/sequences.py",
+    "services/expert_io/copies.py",
     "services/expert_io/slots.py",
     "services/expert_io/layer_run.py",
     "services/gateway/requests.py",

@@ -139,7 +139,7 @@ def test_a_truncated_expert_file_names_file_offset_and_bytes(converted: Converte
     model, prompt = tmp_path / "cut", prompt_of()
     shutil.copytree(converted(NAME, "int4"), model)
     with Ring(model, tmp_path) as ring:
-        file = ring.services["expert_io"]._store._files[ring.spec.moe_layers[-2]]
+        file = ring.services["expert_io"]._store._sources.files[ring.spec.moe_layers[-2]]
         with file.path.open("r+b") as handle:  # it shrinks after it was opened and checked
             handle.truncate(file.offset_of(0))
         answer = ring.generate(prompt, 5)

@@ -102,7 +102,7 @@ class Ring:
     ) -> None:
         """``before`` is told which service is about to run; ``overrides`` are settings of the group."""
         self._before = before or (lambda service: None)
-        container = Container.open(model_dir)
+        container = Container.open(model_dir, overrides.get("mirrors", ()))
         self.spec = spec = container.spec
         run_id = uuid.uuid4().hex[:12]
         add_owner(run_id, os.getpid())  # otherwise a group that starts meanwhile may sweep our segments

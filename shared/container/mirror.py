@@ -1,0 +1,162 @@
+"""Copies of a container's expert files in other directories, usually on other drives: the manifest, and what it may say.
+
+A *mirror* holds some or all of ``experts-LLL.safetensors`` under the same names, with the same headers and offsets. Files made
+by ``colibri mirror stage`` may lack records (holes in a sparse file); ``mirror.json`` says which are there. A directory
+without ``mirror.json`` is one to which expert files were moved: each file that is there counts as whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from shared.errors import ContainerError
+
+MANIFEST_NAME = "mirror.json"
+MANIFEST_VERSION = 1
+_MANIFEST_LIMIT_BYTES = 64 << 20
+
+
+class ManifestFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file: its size, and the records it holds as hex digits, bit ``e % 8`` of byte ``e // 8``; None: all."""
+
+    bytes: int
+    held: str | None
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``mirror.json``."""
+
+    format_version: int
+    fingerprint: str
+    files: dict[str, ManifestFile]
+
+
+class FileFacts(msgspec.Struct, frozen=True):
+    """What the container says about one of its expert files."""
+
+    n_bytes: int
+    n_records: int
+
+
+Held = frozenset[int] | None
+"""The records of a file that a directory holds; None: all."""
+
+
+def pack_held(held: Held, n_records: int) -> str | None:
+    """The manifest's form of a set of records."""
+    if held is None or len(held) == n_records:
+        return None
+    bits = bytearray(-(-n_records // 8))
+    for record in held:
+        bits[record // 8] |= 1 << record % 8
+    return bits.hex()
+
+
+def unpack_held(text: str | None, n_records: int) -> Held:
+    """The set a manifest names. Raises ValueError when it is not of ``n_records`` records."""
+    if text is None:
+        return None
+    bits = bytes.fromhex(text)
+    found = frozenset(i for i in range(8 * len(bits)) if bits[i // 8] >> i % 8 & 1)
+    if len(bits) != -(-n_records // 8) or any(record >= n_records for record in found):
+        raise ValueError(f"not a set of {n_records} records")
+    return found
+
+
+def read_manifest(directory: Path, fingerprint: str, files: Mapping[str, FileFacts]) -> Manifest | None:
+    """The manifest of a mirror, checked against its container; None when there is none. Raises ContainerError.
+
+    Every name in what is returned is one of ``files``, every set fits that file: nothing in it reaches the disk unchecked.
+    """
+    path = directory / MANIFEST_NAME
+    try:
+        if path.stat().st_size > _MANIFEST_LIMIT_BYTES:
+            raise ContainerError(f"{path} is larger than 64 MiB; `colibri mirror stage` did not write it. Delete it.")
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ContainerError(f"{path} can't be read: {error.strerror}.") from None
+    again = f"Run `colibri mirror stage MODEL {directory}` into an empty directory."
+    try:
+        version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
+        if version != MANIFEST_VERSION:
+            raise ContainerError(
+                f"{path} has format version {version!r}, this program reads {MANIFEST_VERSION}. {again}"
+            )
+        manifest = msgspec.json.decode(raw, type=Manifest)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ContainerError(f"{path} is malformed ({error}). {again}") from None
+    if manifest.fingerprint != fingerprint:
+        raise ContainerError(
+            f"{directory} is a mirror of the container with fingerprint {manifest.fingerprint!r}, this model has "
+            f"{fingerprint!r}. Name the right directory, or: {again}"
+        )
+    for name, file in manifest.files.items():
+        if name not in files:
+            raise ContainerError(f"{path} lists {name!r}, which this model does not have. {again}")
+        if file.bytes != files[name].n_bytes:
+            raise ContainerError(
+                f"{path}: {name} should have {files[name].n_bytes:,} bytes, it is listed with {file.bytes:,}. {again}"
+            )
+        try:
+            unpack_held(file.held, files[name].n_records)
+        except ValueError:
+            raise ContainerError(
+                f"{path}: the records listed for {name} are not a set of {files[name].n_records}. {again}"
+            ) from None
+    return manifest
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Replaces the manifest at once or not at all, on disk when it returns. Raises OSError."""
+    new = directory / f"{MANIFEST_NAME}.partial"
+    with open(new, "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, directory / MANIFEST_NAME)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def held_files(directory: Path, model_dir: Path, fingerprint: str, files: Mapping[str, FileFacts]) -> dict[str, Held]:
+    """What ``directory`` holds of the container in ``model_dir``: file -> records. ContainerError when it is no mirror."""
+    if not directory.is_dir():
+        raise ContainerError(
+            f"the mirror {directory} is not a directory; is its drive mounted? Mount it, or start without --mirror {directory}."
+        )
+    if os.path.samefile(directory, model_dir):
+        raise ContainerError(f"the mirror {directory} is the model directory itself. Leave it out.")
+    manifest = read_manifest(directory, fingerprint, files)
+    if manifest is not None:
+        return {name: unpack_held(file.held, files[name].n_records) for name, file in manifest.files.items()}
+    held: dict[str, Held] = {name: None for name in files if (directory / name).is_file()}
+    if not held:
+        raise ContainerError(
+            f"{directory} is no mirror of {model_dir}: it has neither {MANIFEST_NAME} nor one of the model's expert files. "
+            f"Run: colibri mirror stage {model_dir} {directory}"
+        )
+    return held
+
+
+def drive_of(path: Path | str) -> int:
+    """A number that two paths share exactly when their bytes come from one drive, as far as the kernel tells: partitions of
+    one disk count as one."""
+    device = os.stat(path).st_dev
+    try:
+        block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve(strict=True)
+        if (block / "partition").exists():
+            major, minor = (block.parent / "dev").read_text().split(":")
+            return os.makedev(int(major), int(minor))
+    except (OSError, ValueError):  # no block device of its own (overlay, network), or no /sys
+        pass
+    return device
