@@ -30,6 +30,8 @@ from shared.lifecycle import read_last_words
 from shared.messages import control
 
 if TYPE_CHECKING:
+    from shared.container.reader import ExpertFile
+    from shared.drive import DriveProfile
     from shared.ledger import Ledger
     from shared.model_spec import ModelSpec
 
@@ -98,8 +100,11 @@ def claim_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
-    """Reads the model's description and shares out the memory. Raises ContainerError, CapacityError, ConfigError."""
+def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[str], None] = lambda _: None) -> Plan:
+    """Reads the model's description, shares out the memory and finds out how the drive is read fastest.
+
+    ``report`` is told what takes a moment. Raises ContainerError, CapacityError, ConfigError.
+    """
     from shared.container.reader import Container
     from shared.ledger import make_ledger
     from shared.memory_probe import probe_memory
@@ -116,6 +121,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
         memory.shm_bytes,
         reservable_bytes=memory.reservable_bytes,
     )
+    drive = _drive_profile(list(container.experts.values()), settings, report)
     config = GroupConfig(
         run_id=secrets.token_hex(4),
         run_dir=str(run_dir),
@@ -147,10 +153,26 @@ def make_plan(settings: Settings, run_dir: Path, port: int) -> Plan:
         heartbeat_s=settings.heartbeat_s,
         drain_s=settings.drain_s,
         stall_s=settings.stall_s,
-        direct_io=settings.direct_io,
+        direct_io="off" if settings.direct_io == "auto" and not drive.setting.is_direct else settings.direct_io,
+        read_engine="uring" if drive.setting.engine == "uring" else "threads",
+        read_depth=drive.setting.depth,
+        read_piece_bytes=drive.setting.piece_bytes,
+        read_note=drive.note,
+        drive_bytes_s=int(drive.ceiling),
         mirrors=mirrors,
     )
     return Plan(config, container.spec, ledger)
+
+
+def _drive_profile(experts: list[ExpertFile], settings: Settings, report: Callable[[str], None]) -> DriveProfile:
+    """Kept from an earlier start, or measured now. Without usage history nothing is written."""
+    from shared.drive_probe import drive_profile
+
+    try:
+        folder = state_dir() / "drives"
+    except RuntimeError:  # a user without a home
+        folder = None
+    return drive_profile(experts, folder, may_write=settings.usage_history, report=report)
 
 
 def _path_or_none(text: str) -> str | None:

@@ -173,7 +173,7 @@ def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
     keeper = launch.spawn_keeper(run_dir, lock_fd)
     try:
         sweep_dead_runs()
-        plan = launch.make_plan(settings, run_dir, port)
+        plan = launch.make_plan(settings, run_dir, port, lambda text: _say(f"colibri-up: {text}"))
         _say(_summary(plan))
         group = launch.start(plan, lock_fd, keeper)
     except BaseException:

@@ -7,9 +7,13 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from native.library import OK, NativeError, check_struct, declare, fail, lib
 
 _TAKE = 64
+SECTOR = 4096
+"""What offsets, sizes and addresses of direct reads are multiples of."""
 ENGINES = ("threads", "uring")
 """Who asks the system: threads in pread(2), or one thread with an io_uring. In the order of the C enumeration."""
 
@@ -65,6 +69,19 @@ def uring_refusal() -> str:
     """Why io_uring can't be used here, in the system's words; '' when it can."""
     error = lib.cb_uring_refusal()
     return os.strerror(error) if error else ""
+
+
+def open_direct(path: str | os.PathLike[str]) -> int:
+    """A descriptor for direct reads, tried once: some file systems open and then refuse. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+    try:
+        room = np.empty(2 * SECTOR, np.uint8)
+        start = -room.ctypes.data % SECTOR
+        os.preadv(fd, [room.data[start : start + SECTOR]], 0)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,14 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     drain_s: float = 30.0
     stall_s: float = 300.0
     direct_io: Literal["auto", "on", "off"] = "auto"
+    """off also where measuring or the kind of file system spoke against it; then ``read_note`` says why."""
+    read_engine: Literal["threads", "uring"] = "threads"
+    read_depth: int = 4
+    """Pieces in flight."""
+    read_piece_bytes: int = 2 << 20
+    read_note: str = ""
+    drive_bytes_s: int = 0
+    """What the model's drive was measured to give; 0: not measured."""
     reserved_slots: int = 0
     """As many slots have an address: what the budget may be raised to while the group runs. 0: ``n_slots``."""
     n_experts: int = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from native.kernels import ExpertJobs, Ffn, expert_reduce, ffn_forward
 from native.library import Pool, dispatch_text
+from native.reader import Reader
 from services.expert_io.budget import Budget
 from services.expert_io.layer_run import LayerRun, ReadOrder
 from services.expert_io.pilot import PilotAccount, PilotTrial
@@ -100,9 +102,13 @@ class ExpertIoService(Service):
         n_reserved = max(config.n_slots, config.reserved_slots)
         policy = make_policy(config.cache_policy, n_slots, self._layers, spec.n_experts)
         self._table = SlotTable(n_slots, policy, n_reserved)
+        new_reader = partial(Reader, config.read_depth, config.read_piece_bytes, engine=config.read_engine)
         self._store = ExpertStore(
-            container, self._layers, n_reserved, config.slot_bytes, config.direct_io, ctx.log.warning
+            container, self._layers, n_reserved, config.slot_bytes, config.direct_io, new_reader, ctx.log.warning
         )
+        if not self._store.is_direct:
+            reason = config.read_note if config.direct_io == "off" else "a file system has no direct reads"
+            ctx.log.info("reads_buffered", path=config.model_dir, reason=reason or "direct_io is off")
         for reader in self._store.readers:
             ctx.bus.add_fd(reader.fd, self._on_reads)
         self._load_usage()
@@ -131,6 +137,8 @@ class ExpertIoService(Service):
             "slots": str(n_slots),
             "cache_policy": policy.name,
             "reads": "direct" if self._store.is_direct else "buffered",
+            "read_engine": self._store.readers[0].engine,
+            "read_pieces": f"{config.read_depth} x {config.read_piece_bytes}",
         }
 
     def tick(self) -> None:

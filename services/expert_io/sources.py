@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from native.reader import open_direct
 from shared.container.mirror import drive_of
 from shared.container.reader import Container, Copy, ExpertFile
 from shared.errors import StoreError
@@ -66,7 +67,7 @@ class RecordSources:
         flags = os.O_RDONLY | os.O_CLOEXEC
         if copy.place not in self._buffered:
             try:
-                return os.open(copy.path, flags | os.O_DIRECT)
+                return open_direct(copy.path)
             except OSError:
                 if direct_io == "on":
                     raise StoreError(

@@ -23,8 +23,6 @@ from shared.errors import StoreError
 from shared.residency import Key
 
 READ_ALIGN = 4096
-PIECE_BYTES = 2 << 20
-PIECES_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,10 @@ class ExpertStore:
         n_slots: int,
         slot_bytes: int,
         direct_io: str,
+        new_reader: Callable[[], Reader],
         warn: Callable[..., None] = lambda event, **facts: None,
     ) -> None:
+        """``new_reader`` is called once per drive."""
         self._sources = RecordSources(container, layers, direct_io, warn)
         largest = max((f.record_bytes for f in self._sources.files.values()), default=READ_ALIGN)
         if slot_bytes < largest:
@@ -70,7 +70,7 @@ class ExpertStore:
         self.slab = Slab(n_slots, slot_bytes)
         self._layout_of = _number_layouts(self._sources.files)
         self._spec = container.spec
-        self.readers = [Reader(PIECES_IN_FLIGHT, PIECE_BYTES) for _ in range(self._sources.n_drives)]
+        self.readers = [new_reader() for _ in range(self._sources.n_drives)]
         self._reads: dict[int, _Read] = {}
         self._next_tag = 1
         self._tag_of_slot: dict[int, int] = {}

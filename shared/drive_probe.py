@@ -1,0 +1,172 @@
+"""Measures how a model's expert files are read fastest here. ``drive_profile`` is what a start asks; see ``shared.drive``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import select
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import TracebackType
+
+from native.errors import NativeError
+from native.memory import HugeBuffer
+from native.reader import Reader, open_direct, uring_refusal
+from shared.container.reader import ExpertFile
+from shared.drive import (
+    BUFFERED,
+    CANDIDATES,
+    DEFAULT,
+    DriveProfile,
+    Mount,
+    ReadSetting,
+    kept_path,
+    load_kept,
+    profile_of,
+    save_kept,
+)
+
+SMALL_MODEL_BYTES = 512 << 20
+"""Of experts in all; a model this small is not worth a second of measuring."""
+N_ROUNDS = 8
+SAMPLE_S = 0.025
+"""Six settings, eight rounds: 1.2 s. Many short rounds, so that a busy drive can't make a setting win by chance."""
+
+Report = Callable[[str], None]
+
+
+def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount:
+    """The file system that ``path`` lies on. Raises OSError when there is no such path."""
+    real = path.resolve(strict=True)
+    device = os.stat(real).st_dev
+    stat = os.statvfs(real)
+    fs_type, point = "unknown", ""
+    try:
+        lines = mountinfo.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:  # id parent major:minor root MOUNT-POINT options ... - TYPE source options
+        front, _, back = line.partition(" - ")
+        if len(front.split()) < 5 or not back:
+            continue
+        mounted = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), front.split()[4])
+        if real.is_relative_to(mounted) and len(mounted) >= len(point):  # of two at one place the later one covers
+            fs_type, point = back.split()[0], mounted
+    return Mount(f"{os.major(device)}:{os.minor(device)}", fs_type, point, stat.f_blocks * stat.f_frsize)
+
+
+def drive_profile(
+    experts: Collection[ExpertFile],
+    folder: Path | None,
+    *,
+    may_write: bool,
+    must_measure: bool = False,
+    report: Report = lambda _: None,
+) -> DriveProfile:
+    """How to read these expert files: kept, measured now (about a second), or the default where that is no use.
+
+    ``folder``: where results are kept, or None. ``report`` is told what takes time or went wrong, in a sentence.
+    """
+    file = max(experts, key=lambda f: f.record_bytes * f.n_experts, default=None)
+    if file is None:
+        return DriveProfile(DEFAULT, "the model has no experts")
+    try:
+        mount = mount_of(file.path)
+    except OSError as error:
+        return DriveProfile(DEFAULT, f"{file.path}: {error.strerror}")
+    if mount.is_memory:
+        return DriveProfile(BUFFERED, f"{mount.mount_point} is a file system in memory ({mount.fs_type})")
+    if not must_measure and sum(f.record_bytes * f.n_experts for f in experts) < SMALL_MODEL_BYTES:
+        return DriveProfile(DEFAULT, "the model is small: not measured")
+    path = kept_path(folder, mount, file.record_bytes) if folder else None
+    if path and not must_measure:
+        kept, why = load_kept(path, mount, file.record_bytes, time.time())
+        if kept:
+            return kept
+        if why:
+            report(f"{path} is ignored: {why}")
+    report(f"measuring the drive of {file.path.parent} ({N_ROUNDS * len(CANDIDATES) * SAMPLE_S:.1f} s)")
+    try:
+        with DriveProbe(file) as probe:
+            profile = profile_of(probe.rates(), time.time())
+    except (OSError, NativeError) as error:
+        return DriveProfile(DEFAULT, f"measuring failed: {error}")
+    if path and may_write:
+        try:
+            save_kept(path, mount, file.record_bytes, profile)
+        except OSError as error:
+            report(f"{path} can't be written: {error.strerror}")
+    return profile
+
+
+class DriveProbe:
+    """Reads random records of one expert file for a moment per setting. Raises OSError, NativeError."""
+
+    def __init__(self, file: ExpertFile, seed: int | None = None) -> None:
+        self._file = file
+        self._random = random.Random(seed)
+        self._fds = {False: os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)}
+        with contextlib.suppress(OSError):  # this file system has none
+            self._fds[True] = open_direct(file.path)
+        has_ring = not uring_refusal()
+        self.settings = tuple(s for s in CANDIDATES if s.is_direct in self._fds and (has_ring or s.engine != "uring"))
+        self._buffer = HugeBuffer(max(self._n_waiting(s) for s in self.settings) * file.record_bytes)
+        self._buffer.array[:] = 0
+
+    def _n_waiting(self, setting: ReadSetting) -> int:
+        """Records in the queue: twice what is in flight, and at least two."""
+        return max(2, -(-2 * setting.depth * setting.piece_bytes // self._file.record_bytes))
+
+    def rates(self, n_rounds: int = N_ROUNDS, sample_s: float = SAMPLE_S) -> dict[ReadSetting, list[float]]:
+        """Bytes per second per setting and round; settings take turns, back and forth."""
+        found: dict[ReadSetting, list[float]] = {setting: [] for setting in self.settings}
+        for i in range(n_rounds):
+            for setting in self.settings if i % 2 == 0 else self.settings[::-1]:
+                found[setting].append(self.sample(setting, sample_s))
+        return found
+
+    def sample(self, setting: ReadSetting, seconds: float) -> float:
+        """Bytes per second of this setting now. What is buffered is read past what the page cache holds already."""
+        file, fd = self._file, self._fds[setting.is_direct]
+        free = list(range(self._n_waiting(setting)))
+        waiting: dict[int, tuple[int, int]] = {}  # tag -> (slot, offset)
+        tag = n_bytes = 0
+        with Reader(setting.depth, setting.piece_bytes, engine=setting.engine) as reader:
+            begin = time.perf_counter()
+            is_over = False
+            while not is_over or waiting:
+                while free and not is_over:
+                    slot, offset = free.pop(), file.offset_of(self._random.randrange(file.n_experts))
+                    if not setting.is_direct:
+                        os.posix_fadvise(fd, offset, file.record_bytes, os.POSIX_FADV_DONTNEED)
+                    reader.submit(tag, fd, offset, file.record_bytes, self._buffer.address + slot * file.record_bytes)
+                    waiting[tag] = (slot, offset)
+                    tag += 1
+                left = begin + seconds - time.perf_counter()
+                select.select([reader.fd], [], [], max(left, 0) if not is_over else None)
+                for done in reader.take():
+                    slot, offset = waiting.pop(done.tag)
+                    free.append(slot)
+                    n_bytes += done.bytes
+                    if done.error:
+                        raise OSError(done.error, os.strerror(done.error), str(file.path))
+                    if not setting.is_direct:
+                        os.posix_fadvise(fd, offset, file.record_bytes, os.POSIX_FADV_DONTNEED)
+                if not is_over and time.perf_counter() - begin >= seconds:
+                    is_over = True
+                    for pending in waiting:
+                        reader.cancel(pending)
+            return n_bytes / (time.perf_counter() - begin)
+
+    def __enter__(self) -> DriveProbe:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._buffer.close()
