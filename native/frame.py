@@ -9,7 +9,7 @@ import numpy as np
 
 from native.library import OK, NativeError, check_struct, declare, fail, lib
 
-N_FIELDS = 14
+N_FIELDS = 15
 
 
 class _Dims(ctypes.Structure):

@@ -70,6 +70,7 @@ class Frame:
     logit_row: I32  # [L]
     block_table: I32  # [S, B]
     embed: F32  # [T, D]
+    layer_input: F32  # [8, D]; PILOT guesses for as many rows
     hidden: F32  # [T, D]
     gate_id: I32  # [T, K]
     gate_weight: F32  # [T, K]

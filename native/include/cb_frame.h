@@ -11,6 +11,7 @@
  *   logit_row    i32    [L]                      router (drafter: from its first pass on) rows whose logits are wanted
  *   block_table  i32    [S, B]                   router     KV blocks of each sequence (drafter uses the same numbers)
  *   embed        f32    [T, D]                   attention  embedding rows for the drafter
+ *   layer_input  f32    [8, D]                   attention  few rows only: residual stream before a MoE layer, for PILOT
  *   hidden       f32    [T, D]                   attention or drafter: post-attention norm, input of gate and experts
  *   gate_id      i32    [T, K]                   router     chosen experts, ascending
  *   gate_weight  f32    [T, K]                   router
@@ -48,7 +49,9 @@ typedef struct {
     int32_t layer;            /* -1 = none */
 } cb_stage;
 
-#define CB_FRAME_FIELDS 14
+/* Beyond a few rows the experts of a step are so many that guesses only lengthen a queue that is full anyway. */
+#define CB_PILOT_ROWS 8
+#define CB_FRAME_FIELDS 15
 /* Fills out[CB_FRAME_FIELDS]; *total gets the frame's bytes, a multiple of 4096. */
 CB_API int cb_frame_layout(const cb_frame_dims *dims, cb_frame_field *out, int64_t *total);
 

@@ -23,7 +23,7 @@ from shared.lifecycle import Service, ServiceContext
 from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned, StepPlan
 from shared.messages.drafter import EmbedReady, HeadReady
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
-from shared.messages.router import LogitsReady
+from shared.messages.router import InputReady, LogitsReady
 from shared.segments import Segment
 from shared.stages import Stage, StepTimer
 
@@ -56,6 +56,9 @@ class AttentionService(Service):
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
         self._counters_segment = Segment.attach(config.run_id, "counters")
         self._counters = Counters(self._counters_segment.buf, "attention")
+        self._store_counters = Counters(self._counters_segment.buf, "expert_io")
+        self._has_pilot = config.pilot == "on"
+        self._pilot_rows = len(self._frames.frame(0).layer_input)
         self._timer = StepTimer("attention")
         n_rows = len(self._frames.frame(0).token)
         self._x = np.empty((n_rows, spec.hidden), np.float32)
@@ -162,6 +165,9 @@ class AttentionService(Service):
         n, spec = run.plan.n_rows, self._spec
         while run.layer < spec.n_layers:
             layer = run.layer
+            if layer not in self._weights.dense_ffn and self._wants_input(n):
+                frame.layer_input[:n] = self._x[:n]
+                self._bus.send("router", InputReady(run.plan.step, layer, run.plan.frame, n))
             with self._timer.stage(Stage.ATTENTION, layer):
                 self._rows.kv, self._rows.index_k = self._caches[layer]
                 attn_forward(self._pool, self._weights.layers[layer], self._rows)
@@ -176,6 +182,10 @@ class AttentionService(Service):
                 ffn_forward(self._pool, ffn, frame.hidden[:n], self._x[:n], add=True)
             run.layer += 1
         self._complete(run, frame)
+
+    def _wants_input(self, n_rows: int) -> bool:
+        """Whether the router guesses experts from a layer's input now."""
+        return self._has_pilot and n_rows <= self._pilot_rows and not self._store_counters.get("pilot_paused")
 
     def _complete(self, run: StepRun, frame: Frame) -> None:
         n = run.plan.n_rows

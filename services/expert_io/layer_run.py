@@ -9,7 +9,7 @@ id.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from services.expert_io.slots import Slot, SlotState, SlotTable
@@ -67,8 +67,8 @@ class LayerRun:
     def passing_limit(self) -> int:
         return passing_limit(self.table.capacity, self.is_alone)
 
-    def start(self) -> tuple[list[Slot], list[ReadOrder]]:
-        """First look at the table: (guessed reads to promote, reads to issue)."""
+    def start(self) -> list[Slot]:
+        """First look at the table: guessed reads to promote. ``more_reads`` has what is to be read."""
         self.table.visit(self.layer, not self.is_alone)
         promote = []
         later: list[int] = []
@@ -94,11 +94,10 @@ class LayerRun:
         self.wrong_guesses = self.table.looked_up(self.layer)
         self.missing = tuple(self._pending)
         self.counters.misses = len(self.missing)
-        return promote, self.more_reads()
+        return promote
 
-    def more_reads(self) -> list[ReadOrder]:
-        """Reads for pending experts as far as slots can be had."""
-        orders = []
+    def more_reads(self) -> Iterator[ReadOrder]:
+        """Reads for pending experts as far as slots can be had; issue each as it comes, for the disk may idle."""
         while self._pending:
             expert = self._pending[0]
             is_passing = expert in self.passing
@@ -112,8 +111,7 @@ class LayerRun:
             if is_passing:
                 self._passing_loaded.add(expert)
             self._loading[expert] = slot
-            orders.append(ReadOrder(slot))
-        return orders
+            yield ReadOrder(slot)
 
     def _hold(self, expert: int, slot: Slot, *, is_hit: bool) -> None:
         self.table.touch(slot, self.passing.get(expert), is_hit=is_hit)

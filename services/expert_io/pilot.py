@@ -1,4 +1,7 @@
-"""Guessed reads: an account of what they saved and cost, and trials that decide whether to go on. Pure: times are given.
+"""Guessed reads: which come next, what they saved and cost, and trials that decide whether to go on. Pure: times are given.
+
+Hints name experts of a coming layer, the likeliest first, from two signals (``shared/messages/expert_io.py``). A guess is read
+only when the disk would idle, a few at a time; the rest of a hint is forgotten when its layer asks or a better hint comes.
 
 A guess is *useful* when its layer asks for it: it saved as much as was already read by then. A guess is *wasted* when its layer
 does not: then the disk worked for nothing, which costs only what others had to wait for. That is the time from the layer's
@@ -13,7 +16,7 @@ were shorter does guessing go on; the verdict holds for a while, twice as long e
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from shared.residency import Key
@@ -31,6 +34,9 @@ MAX_DISPLACED = 256
 FIRST_PRECISION = 0.5
 PRECISION_GUESSES = 64
 """Over how many guesses the precision is a mean, roughly."""
+N_SIGNALS = 2
+MAX_PLACES = 16
+"""Places of a hint whose precision is told apart; those behind count as the last."""
 
 
 @dataclass
@@ -43,6 +49,34 @@ class PilotTotals:
     """experts that layers with a hint asked for"""
     right: int = 0
     """those of them that the hint had named"""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """An expert that a hint names at ``place`` (0: the likeliest)."""
+
+    key: Key
+    signal: int
+    place: int
+
+
+class Hints:
+    """The newest hints of the coming layer, and what of them is still to be read."""
+
+    def __init__(self) -> None:
+        self.unread: deque[Guess] = deque()
+        self._heard: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # layer -> signal -> (step, experts)
+
+    def add(self, step: int, layer: int, experts: tuple[int, ...], signal: int) -> None:
+        """A hint came; it replaces what earlier ones left unread."""
+        self._heard.setdefault(layer, {})[signal] = step, experts
+        self.unread = deque(Guess((layer, expert), signal, place) for place, expert in enumerate(experts))
+
+    def close(self, step: int, layer: int) -> dict[int, tuple[int, ...]]:
+        """The layer asks: returns what each signal had named for this step; nothing of it is to be read any more."""
+        if self.unread and self.unread[0].key[0] == layer:
+            self.unread.clear()
+        return {signal: named for signal, (of, named) in self._heard.pop(layer, {}).items() if of == step}
 
 
 class PilotTrial:
@@ -93,25 +127,36 @@ class PilotAccount:
 
     def __init__(self) -> None:
         self.totals = PilotTotals()
-        self.recall_of: dict[int, tuple[int, int]] = {}
-        """layer -> (experts that the hint named and the gate chose, experts that the gate chose)"""
+        self.recall_of: dict[tuple[int, int], tuple[int, int]] = {}
+        """(layer, signal) -> (experts that the hint named and the gate chose, experts that the gate chose)"""
         self._started: dict[Key, int] = {}
         self._read_ns: dict[Key, int] = {}
         self._displaced: OrderedDict[Key, None] = OrderedDict()
         self._lost_since: dict[Key, int] = {}
         self._mean_read_ns = 0.0
-        self.precision = FIRST_PRECISION
-        """How likely a guess that is read turns out right, by those of late."""
+        self._precision = [[FIRST_PRECISION] * MAX_PLACES for _ in range(N_SIGNALS)]
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def hinted(self, layer: int, hint: set[int], union: set[int]) -> None:
-        """A layer that had a hint wants ``union``."""
-        right = len(hint & union)
-        self.totals.right += right
-        self.totals.wanted += len(union)
-        before = self.recall_of.get(layer, (0, 0))
-        self.recall_of[layer] = (before[0] + right, before[1] + len(union))
+    def hinted(self, layer: int, named: dict[int, tuple[int, ...]], union: set[int]) -> None:
+        """A layer that had hints (signal -> experts) wants ``union``. The totals are about the best signal."""
+        for signal, experts in named.items():
+            right = 0
+            of_place = self._precision[signal]
+            for place, expert in enumerate(experts):
+                is_right = expert in union
+                right += is_right
+                place = min(place, MAX_PLACES - 1)
+                of_place[place] += (is_right - of_place[place]) / PRECISION_GUESSES
+            before = self.recall_of.get((layer, signal), (0, 0))
+            self.recall_of[layer, signal] = (before[0] + right, before[1] + len(union))
+            if signal == max(named):
+                self.totals.right += right
+                self.totals.wanted += len(union)
+
+    def chance(self, guess: Guess) -> float:
+        """How likely the gate will choose it, by how its signal and place did of late."""
+        return self._precision[guess.signal][min(guess.place, MAX_PLACES - 1)]
 
     def started(self, key: Key, now_ns: int, displaced: Key | None) -> None:
         """A guessed read was issued; its slot held ``displaced``."""
@@ -136,7 +181,6 @@ class PilotAccount:
         started = self._started.pop(key, None)
         if started is None:
             return
-        self.precision += (1.0 - self.precision) / PRECISION_GUESSES
         # Finished: the whole read is saved. On its way: what it is ahead of a read that would start now.
         self.totals.saved_ns += self._read_ns.pop(key, min(now_ns - started, int(self._mean_read_ns)))
 
@@ -145,7 +189,6 @@ class PilotAccount:
         if self._started.pop(key, None) is None:
             return
         self._read_ns.pop(key, None)
-        self.precision -= self.precision / PRECISION_GUESSES
         if is_reading and is_awaited:
             self._lost_since[key] = now_ns
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from native.library import Pool, dispatch_text
 from native.reader import Reader
 from services.expert_io.budget import Budget
 from services.expert_io.layer_run import LayerRun, ReadOrder
-from services.expert_io.pilot import PilotAccount, PilotTrial
+from services.expert_io.pilot import Hints, PilotAccount, PilotTrial
 from services.expert_io.slots import Slot, SlotState, SlotTable
 from services.expert_io.store import ExpertStore, ReadFault
 from services.expert_io.usage import WRITE_EVERY_S, UsageHistory, load_usage, save_usage
@@ -45,6 +46,8 @@ SHARED_ROWS_PER_CALL = 128
 FEW_PAIRS = 32
 # Guesses hold at most this share of the slots at a time until they turn out right or wrong.
 GUESS_SHARE = 0.25
+# Guesses in flight: enough that the disk does not wait for us between two, few enough to stop at once.
+GUESS_READS = 2
 # Reads that fill free slots while the disk is idle: enough to keep it busy, few enough to be forgotten soon.
 WARM_READS = 2
 # A prompt that wants at least this share of a layer's experts will want as many of the next: they are read ahead unasked.
@@ -102,6 +105,7 @@ class ExpertIoService(Service):
         n_reserved = max(config.n_slots, config.reserved_slots)
         policy = make_policy(config.cache_policy, n_slots, self._layers, spec.n_experts)
         self._table = SlotTable(n_slots, policy, n_reserved)
+        self._n_experts = len(self._layers) * spec.n_experts
         new_reader = partial(Reader, config.read_depth, config.read_piece_bytes, engine=config.read_engine)
         self._store = ExpertStore(
             container, self._layers, n_reserved, config.slot_bytes, config.direct_io, new_reader, ctx.log.warning
@@ -116,7 +120,7 @@ class ExpertIoService(Service):
         self._trial = PilotTrial(max(1, sum(layer < spec.n_layers for layer in self._layers)))
         self._ahead: deque[Key] = deque()  # of the next layer, in file order
         self._ahead_room = 0
-        self._hints: dict[int, tuple[int, set[int]]] = {}  # layer -> (step, what the newest hint names)
+        self._hints = Hints()
         self._frames_segment = Segment.attach(config.run_id, "frames")
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
         self._counters_segment = Segment.attach(config.run_id, "counters")
@@ -150,7 +154,7 @@ class ExpertIoService(Service):
     def close(self) -> None:
         self._save_usage()
         if self._pilot.recall_of:
-            recall = {layer: round(right / n, 3) for layer, (right, n) in sorted(self._pilot.recall_of.items())}
+            recall = [(*at, round(right / n, 3)) for at, (right, n) in sorted(self._pilot.recall_of.items())]
             totals = self._pilot.totals
             saved_ms, lost_ms = totals.saved_ns // 1_000_000, totals.lost_ns // 1_000_000
             self._ctx.log.info("pilot_account", saved_ms=saved_ms, lost_ms=lost_ms, recall=recall)
@@ -217,13 +221,12 @@ class ExpertIoService(Service):
         with self._timer.stage(Stage.UNION, visit.layer) as stage:
             experts = self._batch_union(visit, frame.gate_id[: visit.n_rows])
             passing = self._passing(visit, msg.n_prefill)
-            visit.run = LayerRun(visit.step, visit.layer, experts, self._table, passing)
-            promote, orders = visit.run.start()
-            for slot in promote:
+            visit.run = run = LayerRun(visit.step, visit.layer, experts, self._table, passing)
+            for slot in run.start():
                 self._store.promote(slot)
-            self._judge_guesses(visit, visit.run)
-            self._issue(orders)
-            self._plan_ahead(visit.run)
+            self._issue(run.more_reads())
+            self._judge_guesses(visit, run)
+            self._plan_ahead(run)
             counters = visit.run.counters
             stage.n_bytes = pack_found(counters.hits, counters.late_hits, counters.misses)
 
@@ -264,7 +267,7 @@ class ExpertIoService(Service):
         n_decode = visit.n_rows - n_prefill
         return {e: len(rows) / n_prefill for e, (rows, _) in visit.rows_of.items() if rows[0] >= n_decode}
 
-    def _issue(self, orders: list[ReadOrder]) -> None:
+    def _issue(self, orders: Iterable[ReadOrder]) -> None:
         for order in orders:
             self._store.start_read(order.slot, speculative=False)
 
@@ -273,23 +276,30 @@ class ExpertIoService(Service):
     def _on_hint(self, msg: PilotHint) -> None:
         if msg.layer not in self._layers:
             return
-        self._hints[msg.layer] = (msg.step, set(msg.experts))
-        if not self._trial.is_on:
+        visit = self._visit
+        if visit and visit.run and (msg.step, msg.layer) <= (visit.step, visit.layer):
+            return  # too late
+        self._hints.add(msg.step, msg.layer, msg.experts, msg.signal)
+        self._read_guesses()
+
+    def _read_guesses(self) -> None:
+        """Keeps a few guesses in flight, at the disk's second priority, as long as there are any worth their slot."""
+        if self._visit and self._visit.run and self._visit.run.has_pending:
             return
-        room = int(self._table.capacity * GUESS_SHARE) - self._table.n_open_guesses
-        for expert in msg.experts:
-            key = (msg.layer, expert)
-            if room <= 0:
-                break
-            if expert >= self._spec.n_experts or self._table.find(key):
+        unread, table = self._hints.unread, self._table
+        while unread and self._trial.is_on and len(table.guesses_in_flight()) < GUESS_READS:
+            if table.n_open_guesses >= int(table.capacity * GUESS_SHARE):
+                return
+            guess = unread.popleft()
+            if guess.key[1] >= self._spec.n_experts or table.find(guess.key):
                 continue
-            slot = self._table.acquire(key, is_guess=True, chance=self._pilot.precision)
+            slot = table.acquire(guess.key, is_guess=True, chance=self._pilot.chance(guess))
             if slot is None:
-                break
-            self._pilot.started(key, time.monotonic_ns(), self._table.last_evicted)
+                unread.clear()  # those behind are less likely still
+                return
+            self._pilot.started(guess.key, time.monotonic_ns(), table.last_evicted)
             self._store.start_read(slot, speculative=True)
             self._counters.add("pilot_reads", 1)
-            room -= 1
 
     def _plan_ahead(self, run: LayerRun) -> None:
         """Prefill streams the layers: the disk goes on with the next one while this one computes and the next attends."""
@@ -321,9 +331,9 @@ class ExpertIoService(Service):
         """Books what the guesses for this layer were worth and stops those that are still being read in vain."""
         now = time.monotonic_ns()
         visit.is_trial = not run.passing and self._ctx.config.pilot != "off" and visit.layer < self._spec.n_layers
-        step, hint = self._hints.pop(visit.layer, (-1, set()))
-        if step == visit.step:
-            self._pilot.hinted(visit.layer, hint, set(run.experts))
+        named = self._hints.close(visit.step, visit.layer)
+        if named:
+            self._pilot.hinted(visit.layer, named, set(run.experts))
         for key in run.right_guesses:
             self._pilot.used(key, now)
         for key in run.wrong_guesses:
@@ -426,7 +436,8 @@ class ExpertIoService(Service):
             return False
         run = visit.run
         if run is None:
-            return self._run_shared(visit)
+            # Where experts will have to be read, the shared one fills the time of waiting for them.
+            return self._table.n_used >= self._n_experts and self._run_shared(visit)
         if run.has_ready:
             self._end_wait(visit)
             self._run_ready(visit, run)
@@ -515,7 +526,8 @@ class ExpertIoService(Service):
             self._count_usage(self._usage, visit.run)
         if visit.is_trial:
             self._trial.visited(took_ns)
-            self._counters.set("pilot_paused", int(not self._trial.is_on))
+        has_all = self._table.n_used >= self._n_experts  # then a guess can't tell the store anything
+        self._counters.set("pilot_paused", int(has_all or not self._trial.is_on))
 
     def _report_non_finite(self, visit: Visit, frame: Frame) -> None:
         """Name the expert whose output is not finite and stop it from spreading."""
@@ -563,6 +575,7 @@ class ExpertIoService(Service):
             if visit and visit.run:
                 self._issue(visit.run.more_reads())
         self._give_back()
+        self._read_guesses()
         self._read_ahead()
         self._publish()
 

@@ -1,8 +1,8 @@
 """The gates of all MoE layers, and PILOT: the guess which experts the next layer will want.
 
-A gate scores experts on the layer's post-attention state; its choice is exact. PILOT applies the *next* layer's gate to
-this layer's state (design 7): the two states differ by one expert phase and one attention, which the residual stream
-mostly outlives. Guesses steer reads only, never text.
+A gate scores experts on the layer's post-attention state; its choice is exact. PILOT guesses twice, as the residual stream
+mostly outlives what a layer adds to it: the *next* layer's gate on this layer's state (one expert phase and one attention
+early), and a layer's gate on its own input (one attention early, and better). Guesses steer reads only, never text.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from native.kernels import Gate
+from native.kernels import Gate, rmsnorm
 from native.library import Pool
 from native.matrix import ACT_F32
 from shared.container.reader import Container
 from shared.layer_weights import DensePart, matrix_of
 from shared.model_spec import ModelSpec
-
-# Beyond a few rows the union is so wide that guesses only add noise to a queue that is already full.
-PILOT_MAX_ROWS = 8
 
 
 def gate_names(spec: ModelSpec) -> list[str]:
@@ -34,7 +31,7 @@ def gate_names(spec: ModelSpec) -> list[str]:
 class GateSet:
     """All gates, ready to score. Holds the weights' memory."""
 
-    def __init__(self, container: Container, pool: Pool, pilot: str) -> None:
+    def __init__(self, container: Container, pool: Pool, pilot: str, pilot_rows: int) -> None:
         spec = container.spec
         wanted = set(gate_names(spec))
         self._part = DensePart(container, lambda entry: entry.name in wanted)
@@ -42,6 +39,7 @@ class GateSet:
         self._spec = spec
         self._pool = pool
         self._pilot = pilot
+        self._pilot_rows = pilot_rows
         self._gates = {layer: self._gate(layer) for layer in spec.moe_layers}
         self._next = {a: b for a, b in zip(spec.moe_layers, spec.moe_layers[1:], strict=False) if b < spec.n_layers}
         self._ratio = {layer: self._norm(after) / _nonzero(self._norm(layer)) for layer, after in self._next.items()}
@@ -86,24 +84,31 @@ class GateSet:
                 weights[row] = 0.0
         return bad
 
-    def guess(self, layer: int, hidden: NDArray[np.float32]) -> tuple[int, tuple[int, ...]] | None:
-        """(next MoE layer, its likely experts, likeliest first), or None when there is nothing to say."""
+    def guess_next(self, layer: int, hidden: NDArray[np.float32]) -> tuple[int, tuple[int, ...]] | None:
+        """(next MoE layer, its likely experts, likeliest first) from this layer's ``hidden``, None: nothing to say."""
         after = self._next.get(layer)
-        if self._pilot == "off" or after is None or len(hidden) > PILOT_MAX_ROWS:
+        if self._pilot == "off" or after is None or len(hidden) > self._pilot_rows:
             return None
-        spec = self._spec
         if self._pilot == "random":
-            n = min(spec.n_experts, spec.gate_k * len(hidden))
-            return after, tuple(int(e) for e in self._random.choice(spec.n_experts, n, replace=False))
-        ids = np.empty((len(hidden), spec.gate_k), np.int32)
-        weights = np.empty((len(hidden), spec.gate_k), np.float32)
-        scaled = np.ascontiguousarray(hidden * self._ratio[layer])
-        if self._gates[after].forward(self._pool, scaled, ids, weights) >= 0:
-            return None
+            n = min(self._spec.n_experts, self._spec.gate_k * len(hidden))
+            return after, tuple(int(e) for e in self._random.choice(self._spec.n_experts, n, replace=False))
+        return after, self._likely(after, np.ascontiguousarray(hidden * self._ratio[layer]))
+
+    def guess_own(self, layer: int, layer_input: NDArray[np.float32]) -> tuple[int, ...]:
+        """The likely experts of ``layer``, likeliest first, from the residual stream before its attention."""
+        normed = np.empty_like(layer_input)
+        rmsnorm(self._pool, layer_input, self._norm(layer), self._spec.rms_eps, normed)
+        return self._likely(layer, normed)
+
+    def _likely(self, layer: int, state: NDArray[np.float32]) -> tuple[int, ...]:
+        ids = np.empty((len(state), self._spec.gate_k), np.int32)
+        weights = np.empty((len(state), self._spec.gate_k), np.float32)
+        if self._gates[layer].forward(self._pool, state, ids, weights) >= 0:
+            return ()
         score: dict[int, float] = {}
         for expert, weight in zip(ids.ravel().tolist(), weights.ravel().tolist(), strict=True):
             score[expert] = score.get(expert, 0.0) + weight
-        return after, tuple(sorted(score, key=lambda e: (-score[e], e)))
+        return tuple(sorted(score, key=lambda e: (-score[e], e)))
 
 
 def _nonzero(w: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -32,10 +32,10 @@ from shared.kv_layout import KV_BLOCK
 from shared.lifecycle import Service, ServiceContext
 from shared.messages.attention import StepAbandoned, StepPlan
 from shared.messages.drafter import DraftWanted
-from shared.messages.expert_io import ExpertsWanted, PilotHint
+from shared.messages.expert_io import NEXT_LAYER, OWN_INPUT, ExpertsWanted, PilotHint
 from shared.messages.gateway import RequestAccepted, RequestDone, RequestRefused, TokenLogprob, TokenOut
 from shared.messages.layer import HiddenReady, LayerFailed
-from shared.messages.router import Abort, DraftReady, LogitsReady, Submit
+from shared.messages.router import Abort, DraftReady, InputReady, LogitsReady, Submit
 from shared.segments import Segment
 from shared.stages import Stage, StepKind, StepTimer, TraceRing
 
@@ -63,7 +63,7 @@ class RouterService(Service):
     """See the module docstring."""
 
     name = "router"
-    receives = (Submit, Abort, HiddenReady, LogitsReady, DraftReady, LayerFailed)
+    receives = (Submit, Abort, HiddenReady, InputReady, LogitsReady, DraftReady, LayerFailed)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -79,12 +79,12 @@ class RouterService(Service):
         container = Container.open(model_dir, with_copies=False)
         self._spec = spec = container.spec
         self._pool = Pool(config.n_threads)
-        ctx.set_stage("load gates")
-        self._gates = GateSet(container, self._pool, config.pilot)
         self._tokenizer = ModelTokenizer(model_dir) if ModelTokenizer.exists(model_dir) else None
         self._intake = Intake(spec, self._tokenizer, config.max_context, is_drafting=config.n_drafts > 0)
         self._frames_segment = Segment.attach(config.run_id, "frames")
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
+        ctx.set_stage("load gates")
+        self._gates = GateSet(container, self._pool, config.pilot, len(self._frames.frame(0).layer_input))
         self._trace_segment = Segment.attach(config.run_id, "trace")
         self._trace = TraceRing(self._trace_segment.buf)
         self._counters_segment = Segment.attach(config.run_id, "counters")
@@ -203,6 +203,8 @@ class RouterService(Service):
     def handle(self, msg: Any, sender: str) -> None:
         if isinstance(msg, HiddenReady):
             self._on_hidden(msg)
+        elif isinstance(msg, InputReady):
+            self._on_input(msg)
         elif isinstance(msg, LogitsReady):
             self._on_logits(msg)
         elif isinstance(msg, DraftReady):
@@ -303,11 +305,19 @@ class RouterService(Service):
             self._mark_row(flight, row, msg.layer)
         if not self._store_counters.get("pilot_paused"):  # guesses that cost more than they bring are not even computed
             with self._timer.stage(Stage.PILOT, msg.layer):
-                guess = self._gates.guess(msg.layer, hidden)
+                guess = self._gates.guess_next(msg.layer, hidden)
             if guess and not bad:
-                self._bus.send("expert_io", PilotHint(msg.step, *guess))
+                self._bus.send("expert_io", PilotHint(msg.step, *guess, signal=NEXT_LAYER))
         if self._routing:
             self._routing.choice(msg.step, msg.layer, frame.gate_id[: msg.n_rows], frame.gate_weight[: msg.n_rows])
+
+    def _on_input(self, msg: InputReady) -> None:
+        flight = self._flight
+        if flight is None or not flight.step <= msg.step < flight.step + flight.n_steps:
+            return
+        with self._timer.stage(Stage.PILOT, msg.layer):
+            experts = self._gates.guess_own(msg.layer, self._frames.frame(msg.frame).layer_input[: msg.n_rows])
+        self._bus.send("expert_io", PilotHint(msg.step, msg.layer, experts, signal=OWN_INPUT))
 
     def _mark_row(self, flight: StepInFlight, row: int, layer: int) -> None:
         if flight.frame == DRAFT_FRAME:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from shared.messages.base import Frame, Layer, Msg, Rows, Step
 
+NEXT_LAYER, OWN_INPUT = 0, 1
+"""What a guess was made from: the state of the layer before, or, later and better, the layer's own input."""
+
 
 class ExpertsWanted(Msg, tag="experts_wanted", frozen=True, array_like=True, gc=False):
     """Router -> ExpertIO: gate_id and gate_weight of one layer are in the frame; run the batch-union.
@@ -24,3 +27,4 @@ class PilotHint(Msg, tag="pilot_hint", frozen=True, array_like=True, gc=False):
     step: Step
     layer: Layer
     experts: tuple[int, ...]
+    signal: int = 0

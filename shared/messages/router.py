@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.messages.base import Msg, Step, TokenId
+from shared.messages.base import Frame, Layer, Msg, Rows, Step, TokenId
 
 
 class Sampling(Msg, frozen=True, array_like=True, gc=False):
@@ -48,6 +48,15 @@ class LogitsReady(Msg, tag="logits_ready", frozen=True, array_like=True, gc=Fals
     """Attention -> Router: ``logits`` (and ``final`` when asked) of a finished step are in the frame."""
 
     step: Step
+
+
+class InputReady(Msg, tag="input_ready", frozen=True, array_like=True, gc=False):
+    """Attention -> Router: ``layer_input`` of a MoE layer is in the frame, its attention begins. Droppable: for PILOT alone."""
+
+    step: Step
+    layer: Layer
+    frame: Frame
+    n_rows: Rows
 
 
 class DraftReady(Msg, tag="draft_ready", frozen=True, array_like=True, gc=False):

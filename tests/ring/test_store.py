@@ -183,8 +183,13 @@ def test_the_account_of_guesses_adds_up(pilot: str, converted: Converted, tmp_pa
         recall = counters["pilot_right"] / counters["pilot_wanted"]
         assert (recall > 0.5) == (pilot == "on")
         assert counters["pilot_saved_ns"] > 0
-        hinted = [layer for layer in ring.spec.moe_layers if layer < ring.spec.n_layers][1:]
-        assert sorted(account.recall_of) == hinted, "the first layer has nobody who could guess for it"
+        layers = [layer for layer in ring.spec.moe_layers if layer < ring.spec.n_layers]
+        named = {signal: sorted(layer for layer, s in account.recall_of if s == signal) for signal in (0, 1)}
+        assert named[0] == layers[1:], "the first layer has no layer before it that could guess for it"
+        assert named[1] == (layers if pilot == "on" else []), "its own input every layer has"
+        if pilot == "on":
+            early, late = ([account.recall_of[layer, signal] for layer in layers[1:]] for signal in (0, 1))
+            assert sum(right for right, _ in late) > sum(right for right, _ in early), "the later signal knows more"
 
 
 def test_a_prompt_is_read_ahead_layer_by_layer_and_nothing_twice(converted: Converted, tmp_path: Path) -> None:

@@ -87,14 +87,15 @@ def play(table: SlotTable, visits: list[Visit]) -> list[tuple[int, int]]:
     out = []
     for i, visit in enumerate(visits):
         layer_run = LayerRun(i, visit.layer, sorted(e for _, e in visit.union), table, visit.passing)
-        _, orders = layer_run.start()
+        layer_run.start()
+        orders = list(layer_run.more_reads())
         while not layer_run.is_done:
             for order in orders:
                 table.loaded(order.slot)
                 assert order.slot.key is not None
                 layer_run.arrived(order.slot.key)
             layer_run.computed([e for e, _ in layer_run.take_ready(1000)])
-            orders = layer_run.more_reads()
+            orders = list(layer_run.more_reads())
         out.append((layer_run.counters.hits, layer_run.counters.misses))
     return out
 

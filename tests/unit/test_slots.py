@@ -19,7 +19,7 @@ def table_of(n_slots: int, policy: str = "next-use") -> SlotTable:
 
 def drive(run: LayerRun, table: SlotTable, rng: random.Random) -> list[int]:
     """Play the disk and the kernels in random order until the visit is done; returns experts in order of computation."""
-    promote, orders = run.start()
+    promote, orders = run.start(), list(run.more_reads())
     in_flight = [o.slot for o in orders] + list(promote)
     computed = []
     for _ in range(10_000):
@@ -151,7 +151,8 @@ def test_a_prompt_uses_free_slots_without_a_limit_and_never_stands_still() -> No
     rng = random.Random(2)
     table = table_of(64)
     run = LayerRun(0, 0, list(range(40)), table, dict.fromkeys(range(40), 0.1))
-    _, orders = run.start()
+    run.start()
+    orders = list(run.more_reads())
     assert len(orders) == 40
     for n_slots in (1, 2, 3):
         table = table_of(n_slots)
@@ -176,7 +177,7 @@ def test_a_late_guess_is_promoted_not_read_again() -> None:
     guess = table.acquire((0, 1), is_guess=True)
     assert guess is not None
     run = LayerRun(0, 0, [1, 2], table)
-    promote, orders = run.start()
+    promote, orders = run.start(), list(run.more_reads())
     assert promote == [guess]
     assert [o.slot.key for o in orders] == [(0, 2)]
     assert (run.counters.late_hits, run.counters.useful_guesses, run.counters.misses) == (1, 1, 1)
@@ -186,7 +187,8 @@ def test_a_late_guess_is_promoted_not_read_again() -> None:
 def test_a_failed_read_counts_as_done_for_the_visit() -> None:
     table = table_of(4)
     run = LayerRun(0, 0, [1, 2], table)
-    _, orders = run.start()
+    run.start()
+    orders = list(run.more_reads())
     assert run.failed((0, 1))
     table.release(orders[0].slot)
     table.loaded(orders[1].slot)
@@ -198,7 +200,8 @@ def test_a_failed_read_counts_as_done_for_the_visit() -> None:
 def test_an_abandoned_visit_lets_go_of_every_slot() -> None:
     table = table_of(3)
     run = LayerRun(0, 0, [1, 2, 3, 4], table)
-    _, orders = run.start()
+    run.start()
+    orders = list(run.more_reads())
     run.abandon()
     assert all(slot.pins == 0 for slot in table.slots)
     for order in orders:
