@@ -257,7 +257,8 @@ def test_a_smaller_table_lets_the_surplus_go_at_once(is_by_policy: bool) -> None
 def test_slots_in_use_leave_when_they_are_let_go() -> None:
     table = table_of(6)
     run = LayerRun(0, 0, [1, 2, 3, 4, 5], table)
-    _, orders = run.start()
+    run.start()
+    orders = list(run.more_reads())
     table.loaded(orders[0].slot)
     run.arrived((0, 1))
     guess = table.acquire((1, 9), is_guess=True)
@@ -284,7 +285,7 @@ def test_visits_go_on_while_the_capacity_changes(policy: str, is_by_policy: bool
     for step in range(150):
         experts = sorted(rng.sample(range(32), rng.randint(1, 20)))
         run = LayerRun(step, rng.choice(LAYERS), experts, table, {e: 0.1 for e in experts if rng.random() < 0.5})
-        promote, orders = run.start()
+        promote, orders = run.start(), list(run.more_reads())
         in_flight = [o.slot for o in orders] + promote
         for _ in range(1000):
             if run.is_done:
