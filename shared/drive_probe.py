@@ -70,7 +70,7 @@ def drive_profile(
 
     ``folder``: where results are kept, or None. ``report`` is told what takes time or went wrong, in a sentence.
     """
-    file = max(experts, key=lambda f: f.record_bytes * f.n_experts, default=None)
+    file = max((f for f in experts if f.copies), key=lambda f: f.record_bytes * f.n_experts, default=None)
     if file is None:
         return DriveProfile(DEFAULT, "the model has no experts")
     try:
@@ -103,10 +103,11 @@ def drive_profile(
 
 
 class DriveProbe:
-    """Reads random records of one expert file for a moment per setting. Raises OSError, NativeError."""
+    """Reads random records of an expert file's first copy for a moment per setting. Raises OSError, NativeError."""
 
     def __init__(self, file: ExpertFile, seed: int | None = None) -> None:
         self._file = file
+        self._experts = [expert for expert in range(file.n_experts) if file.copies[0].holds(expert)]
         self._random = random.Random(seed)
         self._fds = {False: os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)}
         with contextlib.suppress(OSError):  # this file system has none
@@ -139,7 +140,7 @@ class DriveProbe:
             is_over = False
             while not is_over or waiting:
                 while free and not is_over:
-                    slot, offset = free.pop(), file.offset_of(self._random.randrange(file.n_experts))
+                    slot, offset = free.pop(), file.offset_of(self._random.choice(self._experts))
                     if not setting.is_direct:
                         os.posix_fadvise(fd, offset, file.record_bytes, os.POSIX_FADV_DONTNEED)
                     reader.submit(tag, fd, offset, file.record_bytes, self._buffer.address + slot * file.record_bytes)
