@@ -11,7 +11,7 @@ import pytest
 
 from shared import drive_probe
 from shared.container.format import ExpertLayout
-from shared.container.reader import ExpertFile
+from shared.container.reader import Copy, ExpertFile
 from shared.drive import (
     BUFFERED,
     CANDIDATES,
@@ -170,9 +170,8 @@ def test_the_mount_of_a_file_is_the_deepest_and_the_last_one(tmp_path: Path) -> 
 
 def expert_file(path: Path, n: int, record: int) -> ExpertFile:
     path.write_bytes(os.urandom(n * record))
-    return ExpertFile(
-        1, path, "f32", 0, record, n, ("",) * n, ExpertLayout("f32", 1, 1, 0, 0, 0, None, None, None, record)
-    )
+    layout = ExpertLayout("f32", 1, 1, 0, 0, 0, None, None, None, record)
+    return ExpertFile(1, path.name, "f32", 0, record, n, ("",) * n, layout, (Copy(path, 0),))
 
 
 def test_measuring_gives_a_rate_per_setting_and_round(tmp_path: Path) -> None:
