@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from native.library import ISAS, NativeError
-from shared.errors import ConfigError
+from shared.config import parse_bytes
+from shared.errors import EXIT_FAULT, EXIT_OK, ConfigError
+
+if TYPE_CHECKING:
+    from bench.cold import Setup
 
 
 @click.group("bench")
@@ -31,7 +37,70 @@ def kernels(as_document: bool, isa: str | None, n_threads: int, quick: bool, siz
     from bench.report import as_json, as_text
 
     try:
-        report = run_kernels(isa, n_threads, quick, size, lambda text: click.echo(text, err=True))
+        report = run_kernels(isa, n_threads, quick, size, _progress)
     except NativeError as error:
         raise ConfigError(str(error)) from None
     click.echo(json.dumps(as_json(report), indent=1) if as_document else as_text(report))
+
+
+MODEL = click.argument("model", type=click.Path(path_type=Path))
+JSON = click.option("--json", "as_document", is_flag=True, help="For programs: one JSON document (schema in bench/).")
+LIMIT = click.option(
+    "--limit", metavar="SIZE", help='Put the group into a memory limit that counts page cache, e.g. "8G".'
+)
+RAM = click.option("--ram", metavar="SIZE", help="Memory for the whole group (default: its own choice).")
+SLOTS = click.option("--slots", type=click.IntRange(1), help="Expert slots instead of what the memory allows.")
+ROUNDS = click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, metavar="N")
+
+
+@command.command("decode")
+@MODEL
+@JSON
+@RAM
+@SLOTS
+@LIMIT
+@click.option("--tokens", type=click.IntRange(1), default=16, show_default=True, metavar="N", help="In each round.")
+@ROUNDS
+@click.option("--pilot", type=click.Choice(["on", "off", "both"]), default="on", show_default=True,
+              help="Prefetch of predicted experts; both: a group of each in turn, and the ratio.")  # fmt: skip
+def decode(
+    model: Path, as_document: bool, ram: str | None, slots: int | None, limit: str | None, tokens: int, rounds: int,
+    pilot: str,
+) -> None:  # fmt: skip
+    """Decode with cold slots in a group of its own, beside the drive's ceiling of the same seconds."""
+    from bench.decode import as_json, as_text, run_decode
+
+    pilots = ("on", "off") if pilot == "both" else (pilot,)
+    report = run_decode(_setup(model, ram, slots, limit), pilots, tokens, rounds, _progress)
+    click.echo(json.dumps(as_json(report), indent=1) if as_document else as_text(report))
+
+
+@command.command("prefill")
+@MODEL
+@JSON
+@RAM
+@SLOTS
+@LIMIT
+@click.option("--prompt", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens.")
+@ROUNDS
+def prefill(
+    model: Path, as_document: bool, ram: str | None, slots: int | None, limit: str | None, prompt: int, rounds: int
+) -> int:
+    """Time to the first token with cold slots, beside the drive's ceiling and the time that computing takes."""
+    from bench.prefill import as_json, as_text, run_prefill
+
+    report = run_prefill(_setup(model, ram, slots, limit), prompt, rounds, _progress)
+    click.echo(json.dumps(as_json(report), indent=1) if as_document else as_text(report))
+    return EXIT_OK if report.is_read_once else EXIT_FAULT
+
+
+def _setup(model: Path, ram: str | None, slots: int | None, limit: str | None) -> Setup:
+    from bench.cold import Setup
+
+    given = {"--ram": ram, "--slots": slots}
+    arguments = tuple(str(word) for flag, value in given.items() if value is not None for word in (flag, value))
+    return Setup(model, arguments, parse_bytes(limit, "limit") if limit else 0)
+
+
+def _progress(text: str) -> None:
+    click.echo(text, err=True)

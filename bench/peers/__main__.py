@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -21,8 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.group import run_group
+from bench.limits import drop_cache
 from bench.measure import MIB
-from bench.peers.engines import Engine, require_llama, run_group, run_llama
+from bench.peers.engines import Engine, require_llama, run_llama
 from bench.peers.gguf_file import write_gguf
 from bench.peers.report import OURS, Comparison, Rates, as_json, as_text
 from bench.peers.shapes import HEAD_TYPES, SHAPES, make_model
@@ -109,7 +110,7 @@ class Run:
         for turn in range(max(2, self.options.rounds, len(modes))):
             mode = modes[turn % len(modes)]
             say(f"turn {turn + 1}: llama.cpp ({mode})")
-            drop_cache(self.container)
+            drop_cache([self.container])
             read_file(self.gguf)
             with (
                 self._turn(rates, f"llama.cpp {mode}") as found,
@@ -117,7 +118,7 @@ class Run:
             ):
                 version = f"{llama.facts['version']} ({llama.facts['system']})"
                 self._measure(llama, found, turn)
-            drop_cache(self.gguf)
+            drop_cache([self.gguf])
             say(f"turn {turn + 1}: colibri")
             with (
                 self._turn(rates, OURS) as found,
@@ -206,16 +207,6 @@ def read_file(path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         while file.read(READ_BYTES):
             pass
-
-
-def drop_cache(path: Path) -> None:
-    """Out of the page cache: the next engine needs the memory."""
-    for file in [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file()):
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def say(text: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.peers.engines import Group
+from bench.group import Group
 from bench.peers.gguf_file import random_blocks, write_gguf
 from bench.peers.report import Comparison, Rates, as_json, as_text
 from bench.peers.shapes import BLOCK_BYTES, Model, make_model
