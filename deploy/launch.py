@@ -9,7 +9,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import secrets
 import socket
 import subprocess
@@ -108,6 +107,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     from shared.container.reader import Container
     from shared.ledger import make_ledger
     from shared.memory_probe import probe_memory
+    from shared.usage import usage_path
 
     model_dir = model_dir_of(settings)
     mirrors = tuple(str(Path(text).expanduser().absolute()) for text in settings.mirror)
@@ -122,6 +122,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         reservable_bytes=memory.reservable_bytes,
     )
     drive = _drive_profile(list(container.experts.values()), settings, report)
+    usage = usage_path(container.fingerprint) if settings.usage_history else None
     config = GroupConfig(
         run_id=secrets.token_hex(4),
         run_dir=str(run_dir),
@@ -141,7 +142,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         prefill_chunk=ledger.prefill_chunk,
         pilot=settings.pilot,
         cache_policy=settings.cache_policy,
-        usage_path=_usage_path(container.fingerprint) if settings.usage_history else None,
+        usage_path=str(usage) if usage else None,
         n_drafts=ledger.n_drafts,
         max_sequences=ledger.max_sequences,
         max_context=ledger.max_context,
@@ -178,16 +179,6 @@ def _drive_profile(experts: list[ExpertFile], settings: Settings, report: Callab
 def _path_or_none(text: str) -> str | None:
     """An absolute path: services work in the run directory."""
     return str(Path(text).expanduser().absolute()) if text else None
-
-
-def _usage_path(fingerprint: str) -> str | None:
-    """Where this model's usage history lies. None when there is no place for one: it is a convenience."""
-    if not re.fullmatch(r"[0-9a-f]{8,64}", fingerprint):  # it comes from the model directory and becomes a file name
-        return None
-    try:
-        return str(state_dir() / "usage" / fingerprint)
-    except RuntimeError:  # a user without a home
-        return None
 
 
 def create_segments(plan: Plan) -> None:

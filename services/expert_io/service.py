@@ -25,7 +25,6 @@ from services.expert_io.layer_run import LayerRun, ReadOrder
 from services.expert_io.pilot import Hints, PilotAccount, PilotTrial
 from services.expert_io.slots import Slot, SlotState, SlotTable
 from services.expert_io.store import ExpertStore, ReadFault
-from services.expert_io.usage import WRITE_EVERY_S, UsageHistory, load_usage, save_usage
 from shared.container.format import owner_of
 from shared.container.reader import Container
 from shared.counters import Counters
@@ -39,6 +38,7 @@ from shared.messages.layer import HiddenReady, LayerFailed, Mixed
 from shared.residency import Key, make_policy
 from shared.segments import Segment
 from shared.stages import Stage, StepTimer, pack_found
+from shared.usage import WRITE_EVERY_S, UsageHistory, load_usage, save_usage
 
 # One native call takes at most this many (row, expert) pairs, so that messages and reads are looked at in between.
 PAIRS_PER_CALL = 256
@@ -365,7 +365,6 @@ class ExpertIoService(Service):
         self._usage, why_empty = load_usage(Path(path), fingerprint, self._layers, self._spec.n_experts)
         if why_empty:
             self._ctx.log.warning("usage_history_ignored", path=path, reason=why_empty)
-        self._n_visits_saved = int(self._usage.n_visits.sum())
         self._save_at = time.monotonic() + WRITE_EVERY_S
         self._table.policy.restore(self._expected())
         self._plan_warm_up()
@@ -389,8 +388,7 @@ class ExpertIoService(Service):
         if self._usage is None:
             return
         self._save_at = time.monotonic() + WRITE_EVERY_S
-        n_visits = int(self._usage.n_visits.sum())
-        if n_visits == self._n_visits_saved:
+        if not self._usage.has_news:
             return
         path = self._ctx.config.usage_path
         assert path is not None
@@ -399,8 +397,6 @@ class ExpertIoService(Service):
         except OSError as error:
             self._ctx.log.warning("usage_history_off", path=path, reason=error.strerror or str(error))
             self._usage = None
-            return
-        self._n_visits_saved = n_visits
 
     def _warm_up(self) -> None:
         """Fills free slots, the warmest experts first, by speculative reads: a demand read stops them at their next piece."""

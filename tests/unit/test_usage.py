@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
+import threading
 from pathlib import Path
 
 import msgpack
 import numpy as np
 import pytest
 
-from services.expert_io.usage import FORMAT, UsageHistory, load_usage, save_usage
+from shared.usage import FORMAT, UsageHistory, load_usage, save_usage
 
 LAYERS = (1, 2, 5)
 
@@ -57,6 +60,78 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     found, why = load_usage(path, "f", (2, 9), 16)  # without the MTP layer, with another one
     assert why == "" and (found.slow[0] == history.slow[1]).all() and not found.slow[1].any()
     found.count(9, [1])
+
+
+def test_two_groups_that_write_the_same_file_add_their_visits(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    save_usage(path, "f", used(100))
+    one, other = (load_usage(path, "f", LAYERS, 16)[0] for _ in range(2))
+    assert not one.has_news
+    for _ in range(300):
+        one.count(1, [10])
+    for _ in range(100):
+        other.count(1, [11])
+        other.count(2, [12])
+    save_usage(path, "f", one)
+    assert not one.has_news
+    save_usage(path, "f", other)
+    both, why = load_usage(path, "f", LAYERS, 16)
+    assert why == "" and both.n_visits.tolist() == [500, 200, 100]
+    assert both.slow[0, 10] == pytest.approx(300 / 500, abs=0.02), "the first writer's visits are still there"
+    assert both.slow[0, 11] == pytest.approx(100 / 500, abs=0.02)
+    assert both.slow[1, 12] == pytest.approx(100 / 200, abs=0.02)
+    assert both.fast[0, 10] > 0.4 and both.fast[0, 11] > 0.4, "what either used lately is warm"
+    np.testing.assert_array_equal(both.slow, other.slow)
+    save_usage(path, "f", one)  # without news of its own it changes nothing
+    np.testing.assert_array_equal(load_usage(path, "f", LAYERS, 16)[0].slow, both.slow)
+
+
+def test_many_rounds_of_two_writers_count_every_visit_once(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    groups = [load_usage(path, "f", LAYERS, 16)[0] for _ in range(2)]
+    rng = random.Random(3)
+    uses = np.zeros(16)
+    for n in range(200):
+        group = rng.choice(groups)
+        expert = rng.randrange(16)
+        group.count(2, [expert])
+        uses[expert] += 1
+        if n % 7 == 0:
+            save_usage(path, "f", group)
+    for group in groups:
+        save_usage(path, "f", group)
+    found, _ = load_usage(path, "f", LAYERS, 16)
+    assert found.n_visits.tolist() == [0, 200, 0]
+    np.testing.assert_allclose(found.slow[1], uses / 200, atol=1e-6)
+
+
+def test_a_group_that_does_not_draft_keeps_the_drafting_layer_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    save_usage(path, "f", used())
+    plain, _ = load_usage(path, "f", LAYERS[:2], 16)
+    drafting, _ = load_usage(path, "f", LAYERS, 16)
+    plain.count(1, [4])
+    save_usage(path, "f", plain)
+    drafting.count(5, [4])
+    save_usage(path, "f", drafting)
+    plain.count(1, [4])
+    save_usage(path, "f", plain)
+    found, why = load_usage(path, "f", LAYERS, 16)
+    assert why == "" and found.n_visits.tolist() == [302, 300, 301]
+
+
+def test_a_writer_waits_for_another_but_not_for_long(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    timer = threading.Timer(0.05, lambda: fcntl.flock(fd, fcntl.LOCK_UN))
+    timer.start()
+    save_usage(path, "f", used())
+    timer.join()
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(BlockingIOError):
+        save_usage(path, "f", used())
+    os.close(fd)
 
 
 def test_no_file_is_no_reason(tmp_path: Path) -> None:
