@@ -18,6 +18,7 @@ COMMANDS = {
     "convert": ("cli.convert:command", "Make a container from a Hugging Face checkpoint."),
     "inspect": ("cli.inspect:command", "Show what a container holds."),
     "verify": ("cli.verify:command", "Read a whole container and compare every checksum."),
+    "mirror": ("cli.mirror:command", "Copy experts to a second drive, to be read from both."),
     "quality": ("cli.quality.command:command", "Measure what a container's formats cost against its checkpoint."),
     "plan": ("cli.plan:command", "Show how memory would be shared out on this machine."),
     "ram": ("cli.ram:command", "Show or change the memory budget of the running group."),

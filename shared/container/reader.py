@@ -223,11 +223,14 @@ class Container:
                 pass
         return {name: tensors[name] for name in self.dense if name in tensors}
 
-    def verify(self) -> Iterator[tuple[str, int, str | None]]:
-        """Reads everything: yields (what, bytes, None or the complaint) per tensor and per expert, in order."""
+    def verify(self, place: int | None = None) -> Iterator[tuple[str, int, str | None]]:
+        """Reads everything: yields (what, bytes, None or the complaint) per tensor and per expert, in order.
+
+        ``place``: only the experts, and those copies of them that lie there.
+        """
         with _Files(drops_cache=True) as files, ThreadPoolExecutor(_N_READERS) as pool:
             pending: deque[tuple[_Part, Future[str | None]]] = deque()
-            for part in self._all_parts():
+            for part in self._all_parts() if place is None else self._parts_in(place):
                 pending.append((part, pool.submit(files.complaint, part)))
                 if len(pending) > 2 * _N_READERS:
                     done, future = pending.popleft()
@@ -245,9 +248,15 @@ class Container:
             for expert in range(file.n_experts):
                 yield _expert_part(file, expert)
 
-    def read_expert(self, layer: int, expert: int) -> npt.NDArray[np.uint8]:
+    def _parts_in(self, place: int) -> Iterator[_Part]:
+        for _, file in sorted(self.experts.items()):
+            for copy in file.copies:
+                if copy.place == place:
+                    yield from (_expert_part(file, e, copy) for e in range(file.n_experts) if copy.holds(e))
+
+    def read_expert(self, layer: int, expert: int, *, drops_cache: bool = False) -> npt.NDArray[np.uint8]:
         """One record, checksum verified: for tests and tools, not for the hot path."""
-        with _Files() as files:
+        with _Files(drops_cache) as files:
             return files.fill(_expert_part(self.experts[layer], expert))
 
 

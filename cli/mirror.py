@@ -1,0 +1,203 @@
+"""``colibri mirror plan|stage|verify``: copies of a model's experts on a second drive, made and checked."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shared.config import parse_bytes
+from shared.container.mirror import drive_of
+from shared.container.reader import Container
+
+if TYPE_CHECKING:
+    from shared.container.staging import StagePlan
+
+_SHOWN = 20
+Expected = Mapping[tuple[int, int], float]
+
+
+@click.group("mirror")
+def command() -> None:
+    """Copies of a model's experts on a second drive: colibri-up MODEL --mirror DIR reads from both at once."""
+
+
+def _common(function: Callable[..., Any]) -> Callable[..., Any]:
+    """MODEL, DIR and what chooses the records."""
+    for decorate in (
+        click.option("--size", metavar="SIZE", help="Copy at most this much, for example 100G. Default: every expert."),
+        click.option(
+            "--mirror",
+            "others",
+            multiple=True,
+            type=click.Path(path_type=Path),
+            metavar="OTHER",
+            help="Also read from OTHER: for a model whose expert files lie in several directories.",
+        ),
+        click.argument("directory", metavar="DIR", type=click.Path(path_type=Path)),
+        click.argument("model", metavar="MODEL", type=click.Path(path_type=Path)),
+    ):
+        function = decorate(function)
+    return function
+
+
+@command.command("plan")
+@_common
+@click.option("--disk", type=click.FloatRange(min=0, min_open=True), help="Rate of the model's drive, GB/s.")
+@click.option("--mirror-disk", type=click.FloatRange(min=0, min_open=True), help="Rate of DIR's drive, GB/s.")
+def plan_command(
+    model: Path, directory: Path, size: str | None, others: tuple[Path, ...], disk: float | None,
+    mirror_disk: float | None,
+) -> None:  # fmt: skip
+    """Show what `colibri mirror stage` would copy to DIR, and what the drives would give together. Writes nothing."""
+    container = Container.open(model, others)
+    expected = _expected_use(container)
+    plan = _plan(container, directory, size, expected)
+    _describe(container, plan, size, expected)
+    share = _share_of_reads(container, plan, expected)
+    rates = disk or _kept_rate(model, container), mirror_disk or _kept_rate(directory, container)
+    if drive_of(model) == drive_of(_existing(directory)):
+        click.echo(f"note: {directory} lies on the same drive as {model}; a second copy there brings no speed.")
+        return
+    if not all(rates):
+        unknown = [str(path) for path, rate in zip((model, directory), rates, strict=True) if not rate]
+        click.echo(
+            f"The rate of {' and '.join(unknown)} is not known: give --disk and --mirror-disk (GB/s) to see what both give."
+        )
+        return
+    both = together(rates[0], rates[1], share)
+    click.echo(
+        f"expected rate: {both:.2f} GB/s = min({rates[0]:.2f} + {rates[1]:.2f}, {rates[0]:.2f} / (1 - {share:.3f})), where "
+        f"{share:.1%} of the reads find a copy in {directory}"
+    )
+
+
+def together(rate: float, mirror_rate: float, share: float) -> float:
+    """The rate of both drives when ``share`` of the reads may go to either: the first must do the rest alone."""
+    return min(rate + mirror_rate, rate / (1 - share)) if share < 1 else rate + mirror_rate
+
+
+@command.command("stage")
+@_common
+def stage_command(model: Path, directory: Path, size: str | None, others: tuple[Path, ...]) -> None:
+    """Copy experts of MODEL to DIR, checksums verified on the way. Interrupted, the same command goes on where it stopped."""
+    from shared.container.staging import stage
+
+    container = Container.open(model, others)
+    expected = _expected_use(container)
+    plan = _plan(container, directory, size, expected)
+    _describe(container, plan, size, expected)
+    if not plan.n_bytes:
+        click.echo(f"{directory} holds them already; nothing to do.")
+        return
+    start = time.monotonic()
+    with click.progressbar(length=plan.n_bytes, label="copying") as bar:
+        n_copied = stage(container, plan, bar.update)
+    seconds = max(time.monotonic() - start, 1e-9)
+    click.echo(f"{n_copied:,} experts copied in {seconds:.1f} s. Use them: colibri-up {model} --mirror {directory}")
+
+
+@command.command("verify")
+@click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+def verify_command(model: Path, directory: Path) -> None:
+    """Read every copy in DIR and compare its checksum with MODEL's colibri.json. Exit code 1 when something is damaged."""
+    container = Container.open(model, (directory,))
+    copies = [(file, copy) for file in container.experts.values() for copy in file.copies if copy.place == 1]
+    total = sum(sum(map(copy.holds, range(file.n_experts))) * file.record_bytes for file, copy in copies)
+    complaints = []
+    n_records = 0
+    start = time.monotonic()
+    with click.progressbar(length=total, label="verifying") as bar:
+        for _, n_bytes, complaint in container.verify(place=1):
+            bar.update(n_bytes)
+            n_records += 1
+            if complaint is not None:
+                complaints.append(complaint)
+    seconds = max(time.monotonic() - start, 1e-9)
+    click.echo(f"{n_records:,} experts, {total:,} bytes in {seconds:.1f} s: {total / seconds / 1e9:.2f} GB/s")
+    if complaints:
+        for complaint in complaints[:_SHOWN]:
+            click.echo(f"damaged: {complaint}", err=True)
+        click.echo(
+            f"colibri: {len(complaints):,} of {n_records:,} experts in {directory} are damaged. Delete the files named and run "
+            f"`colibri mirror stage {model} {directory}` again.",
+            err=True,
+        )
+        sys.exit(1)
+    click.echo("all checksums agree")
+
+
+# ---- what they share ------------------------------------------------------------------------------------------------
+
+
+def _plan(container: Container, directory: Path, size: str | None, expected: Expected) -> StagePlan:
+    from shared.container.staging import plan_staging
+
+    if not container.experts:
+        raise click.UsageError(f"{container.path} has no experts to copy")
+    n_bytes = None if size is None else parse_bytes(size, "size")
+    return plan_staging(container, directory, n_bytes, expected)
+
+
+def _describe(container: Container, plan: StagePlan, size: str | None, expected: Expected) -> None:
+    n_all = sum(file.n_experts for file in container.experts.values())
+    n_wanted, n_held = (sum(map(len, records.values())) for records in (plan.wanted, plan.held))
+    how = "every expert"
+    if size is not None:
+        how = f"at most {size}, " + ("the most used first" if expected else "evenly (no usage history yet)")
+    click.echo(f"{container.path} -> {plan.directory}: {n_wanted:,} of {n_all:,} experts ({how}), {n_held:,} are there")
+    click.echo(f"to copy: {plan.n_bytes:,} bytes; room needed {plan.needed:,}, free {plan.free:,}")
+    if plan.needed > plan.free:
+        click.echo(f"that is {plan.needed - plan.free:,} bytes more than are free")
+
+
+def _expected_use(container: Container) -> Expected:
+    """The usage history of this model, if there is one."""
+    from shared.usage import load_usage, usage_path
+
+    path = usage_path(container.fingerprint)
+    layers = tuple(container.experts)
+    if path is None or not layers:
+        return {}
+    history, why_empty = load_usage(path, container.fingerprint, layers, container.experts[layers[0]].n_experts)
+    if why_empty:
+        click.echo(f"note: the usage history {path} is not used: {why_empty}", err=True)
+    return history.expected()
+
+
+def _share_of_reads(container: Container, plan: StagePlan, expected: Expected) -> float:
+    """The share of bytes read that have a copy in the mirror: by expected use if there is a history, else all alike."""
+    total = mirrored = 0.0
+    for layer, file in container.experts.items():
+        for expert in range(file.n_experts):
+            weight = file.record_bytes * (expected.get((layer, expert), 0.0) if expected else 1.0)
+            total += weight
+            mirrored += weight * (expert in plan.wanted[layer])
+    return mirrored / total if total else 0.0
+
+
+def _existing(path: Path) -> Path:
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _kept_rate(path: Path, container: Container) -> float:
+    """GB/s that an earlier start or `colibri doctor` measured on this drive; 0: none did."""
+    from shared.drive import kept_path, load_kept
+    from shared.drive_probe import mount_of
+    from shared.endpoints import state_dir
+
+    record_bytes = max(file.record_bytes for file in container.experts.values())
+    try:
+        mount = mount_of(_existing(path))
+        kept, _ = load_kept(kept_path(state_dir() / "drives", mount, record_bytes), mount, record_bytes, time.time())
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        return 0.0
+    return kept.ceiling / 1e9 if kept else 0.0
