@@ -55,7 +55,7 @@ class Place:
 
 def middle_file(container: Container) -> ExpertFile:
     """The expert file that samples of the drive read from."""
-    layers = [layer for layer in container.experts if layer < container.spec.n_layers]
+    layers = [i for i, file in container.experts.items() if i < container.spec.n_layers and file.copies]
     if not layers:
         raise BenchError(f"{container.path} has no experts, so there is nothing to read")
     return container.experts[layers[len(layers) // 2]]

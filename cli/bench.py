@@ -53,6 +53,18 @@ SLOTS = click.option("--slots", type=click.IntRange(1), help="Expert slots inste
 ROUNDS = click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, metavar="N")
 
 
+@command.command("store")
+@MODEL
+@JSON
+@click.option("--quick", is_flag=True, help="Fewer repetitions: some seconds instead of half a minute.")
+def store(model: Path, as_document: bool, quick: bool) -> None:
+    """Read random experts as the store does, without a group, beside what the drive gives at best."""
+    from bench.store import as_json, as_text, run_store
+
+    report = run_store(model, quick, _progress)
+    click.echo(json.dumps(as_json(report), indent=1) if as_document else as_text(report))
+
+
 @command.command("decode")
 @MODEL
 @JSON

@@ -24,7 +24,7 @@ COMMANDS = {
     "ram": ("cli.ram:command", "Show or change the memory budget of the running group."),
     "cache-sim": ("cli.cache_sim.command:command", "Judge residency policies on recorded routing."),
     "synth": ("cli.synth:command", "Write a container of random weights, for measurements."),
-    "bench": ("cli.bench:command", "Measure this machine and how much of it the kernels use."),
+    "bench": ("cli.bench:command", "Measure this machine and how much of it kernels, store, decode and prefill use."),
 }
 """Name -> (where the click command is, one line of help)."""
 

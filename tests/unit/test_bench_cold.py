@@ -160,8 +160,8 @@ def reads(seconds: float = 2.0, demand: int = 3_000, speculative: int = 1_000, n
 
 
 def test_counters_become_rates_and_shares() -> None:
-    names = ("bytes_demand", "bytes_speculative", "pilot_wasted", "ahead_wasted", "hits", "late_hits", "misses")
-    names += ("io_busy_ns", "io_wait_ns")
+    names: tuple[str, ...] = ("bytes_demand", "bytes_speculative", "pilot_wasted", "ahead_wasted", "hits", "late_hits")
+    names += ("misses", "io_busy_ns", "io_wait_ns")
     before = Moment(1_000_000_000, dict.fromkeys(names, 5))
     values = (3_000, 1_000, 1, 1, 6, 1, 3, 1_000_000_000, 500_000_000)
     after = Moment(3_000_000_000, {name: 5 + value for name, value in zip(names, values)})
