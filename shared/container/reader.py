@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shared.container.checksum import checksum
+from native.reader import SECTOR
+from shared.container.dense_reads import ALIGN, Part, check, place, read_runs
 from shared.container.format import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -42,7 +43,6 @@ from shared.container.safetensors_file import FileHeader, read_header
 from shared.errors import ChecksumMismatch, ContainerError, ShortRead
 from shared.model_spec import ModelSpec
 
-_ALIGN = 64
 _PIECE_BYTES = 4 << 20
 _N_READERS = 4
 _INDEX_LIMIT_BYTES = 1 << 30
@@ -65,11 +65,6 @@ class DenseEntry(msgspec.Struct, frozen=True):
     scale_offset: int = 0
     scale_bytes: int = 0
     scale_checksum: str = ""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes in the buffer of ``read_dense``: weight and scales, each rounded up to 64."""
-        return _aligned(self.bytes) + _aligned(self.scale_bytes)
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -188,7 +183,8 @@ class Container:
     ) -> dict[str, Tensor]:
         """Reads the wanted tensors (names, or a predicate) into one buffer and verifies their checksums.
 
-        ``allocate(n_bytes)`` gives a u8 array of at least that size, 64-byte aligned, that outlives the tensors.
+        ``allocate(n_bytes)`` gives a u8 array of at least that size, 64-byte aligned, that outlives the tensors; aligned to
+        4096 it can be filled by direct reads.
         ShortRead, ChecksumMismatch, or ContainerError for a name that does not exist.
         """
         if callable(wanted):
@@ -198,29 +194,13 @@ class Container:
             if missing:
                 raise ContainerError(f"{self.path} has no tensor {missing[0]!r}; convert the checkpoint again.")
             entries = [entry for name, entry in self.dense.items() if name in set(wanted)]
-        entries.sort(key=lambda entry: (entry.file, entry.offset))
-        buffer = allocate(max(sum(entry.total_bytes for entry in entries), _ALIGN))
-        if buffer.ctypes.data % _ALIGN:
-            raise ValueError("allocate() must give memory aligned to 64 bytes")
-        parts: list[_Part] = []
-        tensors: dict[str, Tensor] = {}
-        at = 0
-        for entry in entries:
-            weight = buffer[at : at + entry.bytes]
-            at += _aligned(entry.bytes)
-            parts.append(_Part(entry.name, entry.file, entry.offset, entry.bytes, entry.checksum, weight))
-            scale = None
-            if entry.scale_bytes:
-                scale = buffer[at : at + entry.scale_bytes]
-                at += _aligned(entry.scale_bytes)
-                name = f"{entry.name}.scale"
-                parts.append(
-                    _Part(name, entry.file, entry.scale_offset, entry.scale_bytes, entry.scale_checksum, scale)
-                )
-            tensors[entry.name] = _as_tensor(entry, weight, scale)
-        with _Files() as files, ThreadPoolExecutor(_N_READERS) as pool:
-            for _ in pool.map(files.fill, parts):
-                pass
+        runs, n_bytes = place([part for entry in entries for part in _parts_of(entry)])
+        buffer = allocate(n_bytes)
+        if buffer.ctypes.data % ALIGN:
+            raise ValueError(f"allocate() must give memory aligned to {ALIGN} bytes")
+        read_runs(runs, buffer)
+        found = {part.what: buffer[run.place_of(part) :][: part.n_bytes] for run in runs for part in run.parts}
+        tensors = {e.name: _as_tensor(e, found[e.name], found.get(f"{e.name}.scale")) for e in entries}
         return {name: tensors[name] for name in self.dense if name in tensors}
 
     def verify(self, place: int | None = None) -> Iterator[tuple[str, int, str | None]]:
@@ -229,7 +209,7 @@ class Container:
         ``place``: only the experts, and those copies of them that lie there.
         """
         with _Files(drops_cache=True) as files, ThreadPoolExecutor(_N_READERS) as pool:
-            pending: deque[tuple[_Part, Future[str | None]]] = deque()
+            pending: deque[tuple[Part, Future[str | None]]] = deque()
             for part in self._all_parts() if place is None else self._parts_in(place):
                 pending.append((part, pool.submit(files.complaint, part)))
                 if len(pending) > 2 * _N_READERS:
@@ -238,17 +218,14 @@ class Container:
             for done, future in pending:
                 yield done.what, done.n_bytes, future.result()
 
-    def _all_parts(self) -> Iterator[_Part]:
+    def _all_parts(self) -> Iterator[Part]:
         for entry in self.dense.values():
-            yield _Part(entry.name, entry.file, entry.offset, entry.bytes, entry.checksum)
-            if entry.scale_bytes:
-                name = f"{entry.name}.scale"
-                yield _Part(name, entry.file, entry.scale_offset, entry.scale_bytes, entry.scale_checksum)
+            yield from _parts_of(entry)
         for _, file in sorted(self.experts.items()):
             for expert in range(file.n_experts):
                 yield _expert_part(file, expert)
 
-    def _parts_in(self, place: int) -> Iterator[_Part]:
+    def _parts_in(self, place: int) -> Iterator[Part]:
         for _, file in sorted(self.experts.items()):
             for copy in file.copies:
                 if copy.place == place:
@@ -261,27 +238,25 @@ class Container:
 
 
 def aligned_buffer(n_bytes: int) -> npt.NDArray[np.uint8]:
-    """A 64-byte aligned u8 array of ordinary memory: an ``allocate`` for tests and tools."""
-    raw = np.empty(n_bytes + _ALIGN, np.uint8)
-    start = -raw.ctypes.data % _ALIGN
+    """A u8 array of ordinary memory, aligned for direct reads: an ``allocate`` for tests and tools."""
+    raw = np.empty(n_bytes + SECTOR, np.uint8)
+    start = -raw.ctypes.data % SECTOR
     return raw[start : start + n_bytes]
 
 
-class _Part(msgspec.Struct, frozen=True):
-    """A range of a file with its checksum, and where it goes (None: a buffer of its own)."""
-
-    what: str
-    file: Path
-    offset: int
-    n_bytes: int
-    checksum: str
-    target: npt.NDArray[np.uint8] | None = None
+def _parts_of(entry: DenseEntry) -> list[Part]:
+    """The weight, and the scales if it has any."""
+    parts = [Part(entry.name, entry.file, entry.offset, entry.bytes, entry.checksum)]
+    if entry.scale_bytes:
+        name = f"{entry.name}.scale"
+        parts.append(Part(name, entry.file, entry.scale_offset, entry.scale_bytes, entry.scale_checksum))
+    return parts
 
 
-def _expert_part(file: ExpertFile, expert: int, copy: Copy | None = None) -> _Part:
+def _expert_part(file: ExpertFile, expert: int, copy: Copy | None = None) -> Part:
     what = f"layer {file.layer} expert {expert}"
     path = (copy or file.copy_of(expert)).path
-    return _Part(what, path, file.offset_of(expert), file.record_bytes, file.checksums[expert])
+    return Part(what, path, file.offset_of(expert), file.record_bytes, file.checksums[expert])
 
 
 class _Files:
@@ -299,9 +274,9 @@ class _Files:
         for fd in self._fds.values():
             os.close(fd)
 
-    def fill(self, part: _Part) -> npt.NDArray[np.uint8]:
+    def fill(self, part: Part) -> npt.NDArray[np.uint8]:
         """Reads a range and compares its checksum; returns the bytes."""
-        target = np.empty(part.n_bytes, np.uint8) if part.target is None else part.target
+        target = np.empty(part.n_bytes, np.uint8)
         try:
             with self._lock:
                 if part.file not in self._fds:
@@ -322,17 +297,10 @@ class _Files:
             raise ContainerError(
                 f"{part.file}: {part.what} can't be read at offset {part.offset:,}: {error.strerror}."
             ) from None
-        found = checksum(target)
-        if found != part.checksum:
-            raise ChecksumMismatch(
-                f"{part.file}: {part.what} at offset {part.offset:,} has checksum {found}, expected "
-                f"{part.checksum}: the bytes on "
-                "disk are not those that were written. Copy the container again; `colibri verify` lists "
-                "everything that is damaged."
-            )
+        check(part, target)
         return target
 
-    def complaint(self, part: _Part) -> str | None:
+    def complaint(self, part: Part) -> str | None:
         """None when the range is sound, else what is wrong with it."""
         try:
             self.fill(part)
@@ -595,7 +563,3 @@ def _check_expert_header(path: Path, plan: ExpertFilePlan, file: ExpertFile) -> 
                 f"{list(entry.shape)} at {entry.offset:,}. Copy the file again."
             )
     _require_size(path, header)
-
-
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // _ALIGN) * _ALIGN
