@@ -20,6 +20,10 @@ COMMANDS = {
     "verify": ("cli.verify:command", "Read a whole container and compare every checksum."),
     "mirror": ("cli.mirror:command", "Copy experts to a second drive, to be read from both."),
     "quality": ("cli.quality.command:command", "Measure what a container's formats cost against its checkpoint."),
+    "doctor": (
+        "cli.doctor.command:command",
+        "Say what this machine offers, what is advisable, and the command for it.",
+    ),
     "plan": ("cli.plan:command", "Show how memory would be shared out on this machine."),
     "ram": ("cli.ram:command", "Show or change the memory budget of the running group."),
     "cache-sim": ("cli.cache_sim.command:command", "Judge residency policies on recorded routing."),
