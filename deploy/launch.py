@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shared.drive import DriveProfile
     from shared.ledger import Ledger
     from shared.model_spec import ModelSpec
+    from shared.warm_sets import WarmSet
 
 EMBEDDED_MODEL = "fledgling"
 TRACE_ROWS = 1 << 16
@@ -56,6 +57,9 @@ class Plan:
     config: GroupConfig
     spec: ModelSpec
     ledger: Ledger
+    adopts: WarmSet | None = None
+    notes: list[str] = field(default_factory=list)
+    """For people: what happened to memory that was kept warm."""
 
 
 def run_dir_of(settings: Settings) -> Path:
@@ -102,25 +106,26 @@ def claim_port(host: str, port: int) -> int:
 def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[str], None] = lambda _: None) -> Plan:
     """Reads the model's description, shares out the memory and finds out how the drive is read fastest.
 
-    ``report`` is told what takes a moment. Raises ContainerError, CapacityError, ConfigError.
+    ``report`` is told what takes a moment. What an earlier group kept warm for another model may go. Raises ContainerError,
+    CapacityError, ConfigError.
     """
+    from deploy.warm import plan_memory
     from shared.container.reader import Container
     from shared.ledger import make_ledger
-    from shared.memory_probe import probe_memory
+    from shared.memory_probe import MemoryProbe, probe_memory
     from shared.usage import usage_path
 
     model_dir = model_dir_of(settings)
     mirrors = tuple(str(Path(text).expanduser().absolute()) for text in settings.mirror)
     container = Container.open(model_dir, mirrors)
-    memory = probe_memory()
-    ledger = make_ledger(
-        container.spec,
-        container.facts(),
-        settings,
-        memory.available_bytes,
-        memory.shm_bytes,
-        reservable_bytes=memory.reservable_bytes,
-    )
+    facts = container.facts()
+
+    def make(memory: MemoryProbe) -> Ledger:
+        room = memory.available_bytes, memory.shm_bytes
+        return make_ledger(container.spec, facts, settings, *room, reservable_bytes=memory.reservable_bytes)
+
+    warm = plan_memory(settings, container.fingerprint, facts, probe_memory, make)
+    ledger = warm.ledger
     drive = _drive_profile(list(container.experts.values()), settings, report)
     usage = usage_path(container.fingerprint) if settings.usage_history else None
     config = GroupConfig(
@@ -161,8 +166,9 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         read_note=drive.note,
         drive_bytes_s=int(drive.ceiling),
         mirrors=mirrors,
+        huge_dir=warm.huge_dir,
     )
-    return Plan(config, container.spec, ledger)
+    return Plan(config, container.spec, ledger, warm.adopts, warm.notes)
 
 
 def _drive_profile(experts: list[ExpertFile], settings: Settings, report: Callable[[str], None]) -> DriveProfile:
@@ -320,12 +326,15 @@ class GroupProcess:
 
 def start(plan: Plan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupProcess:
     """Creates segments and files, tells the keeper to start. Whatever fails, nothing but the keeper is left."""
+    from shared import warm_sets
     from shared.segments import add_owner
 
     config = plan.config
     run_dir = Path(config.run_dir)
     try:
         add_owner(config.run_id, os.getpid())
+        if plan.adopts:
+            warm_sets.adopt(plan.adopts, config.run_id)
         create_segments(plan)
         Endpoints(run_dir, config.run_id).socket_dir.mkdir(mode=0o700, exist_ok=True)
         (run_dir / rundir.SUPERVISOR_CONF_NAME).write_text(render(config))
@@ -334,6 +343,8 @@ def start(plan: Plan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupPro
         rundir.describe_lock(lock_fd, pid=os.getpid(), url=url, run_id=config.run_id)
         return GroupProcess(config, keeper)
     except BaseException:
+        if config.huge_dir:
+            warm_sets.drop_run(Path(config.huge_dir), config.run_id)
         rundir.clean_run(run_dir, config.run_id)
         raise
 
@@ -445,8 +456,11 @@ def describe(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False) -> int | None:
-    """Drains and stops the group in ``run_dir`` from outside. Returns how many requests were cut (None: no drain)."""
+def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False, keep_warm: bool = False) -> int | None:
+    """Drains and stops the group in ``run_dir`` from outside. Returns how many requests were cut (None: no drain).
+
+    ``keep_warm``: its named memory stays, for the next start of the same model.
+    """
     from shared.bus import ControlClient
 
     config = rundir.running_config(run_dir)
@@ -456,6 +470,8 @@ def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False) -
     client.close(0)
     if pid is None:
         raise ConfigError(f"the group in {run_dir} has no keeper any more; it is ending or still starting: try again")
+    if keep_warm:
+        (run_dir / rundir.KEEP_NAME).touch(mode=0o600)
     stop_keeper(pid, lambda: rundir.keeper_pid(run_dir) != pid)
     deadline = time.monotonic() + KEEPER_STOP_S
     while is_locked(run_dir) and time.monotonic() < deadline:
@@ -463,6 +479,11 @@ def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False) -
     if not is_locked(run_dir):
         rundir.clean_run(run_dir, config.run_id)
     return n_cut
+
+
+def huge_dir_of(run_dir: Path) -> str | None:
+    """Where the group that runs in ``run_dir`` has its named memory. Raises ConfigError when none runs."""
+    return rundir.running_config(run_dir).huge_dir
 
 
 def to_json(value: object) -> str:

@@ -9,6 +9,7 @@ sock/             sockets (elsewhere when the path would be too long)
 log/              one log per service, kept after the group's end
 incarnation/      how often each service was started in this run
 failed/           last words of services that failed
+keep-warm         there while the group is stopped with --keep-warm: its named memory is to be kept
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from shared.segments import process_start, unlink_run
 
 PROCESSES_NAME = "processes.json"
 SUPERVISOR_CONF_NAME = "supervisord.conf"
-_VOLATILE = (FROZEN_NAME, SUPERVISOR_CONF_NAME, PROCESSES_NAME, BUDGET_NAME, "supervisor.pid")
+KEEP_NAME = "keep-warm"
+# The mark goes last: whoever else cleans up at the same time must not miss it while there is still something to keep.
+_VOLATILE = (SUPERVISOR_CONF_NAME, PROCESSES_NAME, BUDGET_NAME, "supervisor.pid", FROZEN_NAME, KEEP_NAME)
 _VOLATILE_DIRS = ("sock", "incarnation", "failed")
 
 
@@ -109,8 +112,13 @@ def keeper_pid(run_dir: Path) -> int | None:
     return int(pid) if pid and process_start(pid) == start else None
 
 
-def clean_run(run_dir: Path, run_id: str) -> None:
-    """Removes all that must not outlive a group: segments, sockets, its files. Logs and the lock file stay."""
+def clean_run(run_dir: Path, run_id: str, *, was_killed: bool = False) -> None:
+    """Removes all that must not outlive a group: segments, sockets, its files. Logs and the lock file stay.
+
+    Named memory stays too when ``--keep-warm`` asked for it, under its model's name, or when the group ``was_killed`` as a
+    whole: then the start that finds it adopts or removes it.
+    """
+    _clean_named_memory(run_dir, run_id, was_killed)
     unlink_run(run_id)
     shutil.rmtree(Endpoints(run_dir, run_id).socket_dir, ignore_errors=True)
     for name in _VOLATILE_DIRS:
@@ -118,6 +126,22 @@ def clean_run(run_dir: Path, run_id: str) -> None:
     for name in _VOLATILE:
         with contextlib.suppress(OSError):
             (run_dir / name).unlink()
+
+
+def _clean_named_memory(run_dir: Path, run_id: str, was_killed: bool) -> None:
+    try:
+        config = load_frozen(run_dir / FROZEN_NAME)
+    except ConfigError:
+        return
+    if config.huge_dir is None or config.run_id != run_id:
+        return
+    from shared import warm_sets  # with NumPy and the kernels: not needed by most starts and stops
+
+    directory = Path(config.huge_dir)
+    if (run_dir / KEEP_NAME).exists():
+        warm_sets.keep(directory, run_id, config.fingerprint, config.model_name)
+    if not was_killed:
+        warm_sets.drop_run(directory, run_id)
 
 
 def clean_leftovers(run_dir: Path) -> str | None:
@@ -130,5 +154,5 @@ def clean_leftovers(run_dir: Path) -> str | None:
         for name in _VOLATILE_DIRS:
             shutil.rmtree(run_dir / name, ignore_errors=True)
         return None
-    clean_run(run_dir, run_id)
+    clean_run(run_dir, run_id, was_killed=True)
     return run_id

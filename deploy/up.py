@@ -16,7 +16,7 @@ from typing import Any
 
 from native.errors import LibraryError
 from shared.config import Settings, load_settings
-from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError
+from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError, ConfigError
 
 SETTING_FLAGS = (
     "run_dir",
@@ -36,6 +36,7 @@ SETTING_FLAGS = (
     "record_logits",
     "record_routing",
     "mirror",
+    "huge_dir",
 )
 
 
@@ -89,11 +90,22 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="also read experts from the copies in DIR, on another drive (`colibri mirror stage`); may be repeated",
     )
+    add(
+        "--huge-dir",
+        metavar="DIR|auto|off",
+        help="where weights survive a restart: a directory of a memory file system (default auto: one with huge pages)",
+    )
     add("--config", metavar="FILE", help="settings from a TOML file; flags win over it")
     add("--daemon", action="store_true", help="return when the group is ready and leave it running")
     add("--status", action="store_true", help="show the group of this run directory")
     add("--json", action="store_true", help="with --status: as JSON")
     add("--stop", action="store_true", help="let running requests finish, then stop the group of this run directory")
+    add(
+        "--keep-warm",
+        action="store_true",
+        help="with --stop: leave the weights in memory for the next start of the model",
+    )
+    add("--drop-warm", action="store_true", help="free the memory that was kept warm; no running group is touched")
     return parser
 
 
@@ -110,10 +122,15 @@ def run(argv: list[str]) -> int:
         overrides: dict[str, Any] = {flag: getattr(args, flag) for flag in SETTING_FLAGS}
         overrides["model"] = args.model
         settings = load_settings(args.config, overrides)
+        if args.keep_warm and not args.stop:
+            raise ConfigError("--keep-warm says how a group ends: give it together with --stop.")
         if args.status:
             return _status(settings, args.json)
         if args.stop:
-            return _stop(settings, signals)
+            code = _stop(settings, signals, args.keep_warm)
+            return _drop_warm(settings) if args.drop_warm else code
+        if args.drop_warm:
+            return _drop_warm(settings)
         return _up(settings, args.daemon, signals)
     except ColibriError as error:
         print(f"colibri-up: {error}", file=sys.stderr, flush=True)
@@ -175,6 +192,8 @@ def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
         sweep_dead_runs()
         plan = launch.make_plan(settings, run_dir, port, lambda text: _say(f"colibri-up: {text}"))
         _say(_summary(plan))
+        for note in plan.notes:
+            _say(f"note: {note}")
         group = launch.start(plan, lock_fd, keeper)
     except BaseException:
         launch.dismiss_keeper(keeper)
@@ -254,9 +273,10 @@ def _summary(plan: Any) -> str:
         if config.n_slots < ledger.n_experts
         else "all experts fit"
     )
+    warm = f", {_size(plan.adopts.n_bytes)} of it still warm" if plan.adopts else ""
     return (
-        f"model {config.model_name} ({plan.spec.family}): {_size(ledger.total_bytes)} of {_size(ledger.budget_bytes)} memory, "
-        f"{experts}, context {config.max_context:,} x {config.max_sequences}, "
+        f"model {config.model_name} ({plan.spec.family}): {_size(ledger.total_bytes)} of {_size(ledger.budget_bytes)} memory"
+        f"{warm}, {experts}, context {config.max_context:,} x {config.max_sequences}, "
         f"{config.n_drafts or 'no'} drafts, {config.n_threads} threads"
     )
 
@@ -280,9 +300,13 @@ def _run_dir_hint(settings: Settings, run_dir: Path) -> str:
 def _status(settings: Settings, as_json: bool) -> int:
     from deploy import launch
 
-    group = launch.describe(launch.run_dir_of(settings))
+    kept = [warm.describe() for warm in _kept_sets(settings)]
+    try:
+        group = launch.describe(launch.run_dir_of(settings))
+    except ConfigError as error:
+        raise ConfigError("\n".join([str(error), *kept])) from None
     if as_json:
-        print(launch.to_json(group))
+        print(launch.to_json(group | {"kept_warm": kept}))
         return EXIT_OK
     print(f"{group['model']} at {group['url']}: {'ready' if group['ready'] else group['detail']}")
     print(f"{group['n_running']} requests running, {group['n_waiting']} waiting; run directory {group['run_dir']}")
@@ -290,15 +314,43 @@ def _status(settings: Settings, as_json: bool) -> int:
     for service in group["services"]:
         name, pid, state, stage = (service[key] for key in ("name", "pid", "state", "stage"))
         print(f"{name:<11}{pid:>8}  {state:<10}{service['incarnation']:>12}  {stage}".rstrip())
+    for line in kept:
+        print(line)
     return EXIT_OK
 
 
-def _stop(settings: Settings, signals: _Signals) -> int:
+def _kept_sets(settings: Settings) -> list[Any]:
+    from shared import warm_sets
+
+    return warm_sets.find_sets(warm_sets.known_dirs(settings.huge_dir))
+
+
+def _drop_warm(settings: Settings) -> int:
+    from shared import warm_sets
+
+    found = _kept_sets(settings)
+    for warm in found:
+        warm_sets.drop(warm)
+        _say(f"freed: {warm.describe()}")
+    if not found:
+        _say("nothing is kept warm.")
+    return EXIT_OK
+
+
+def _stop(settings: Settings, signals: _Signals, keep_warm: bool) -> int:
     from deploy import launch
 
     run_dir = launch.run_dir_of(settings)
-    n_cut = launch.stop_running(run_dir, lambda: signals.is_urgent)
+    huge_dir = launch.huge_dir_of(run_dir)
+    n_cut = launch.stop_running(run_dir, lambda: signals.is_urgent, keep_warm)
     _say("stopped." if not n_cut else f"stopped; {n_cut} requests did not finish in time and were ended.")
+    if keep_warm and huge_dir is None:
+        _say(
+            "note: nothing could be kept: this group's memory was private to its processes. `colibri doctor` tells more."
+        )
+    elif keep_warm:
+        for warm in _kept_sets(settings):
+            _say(warm.describe())
     return EXIT_OK
 
 

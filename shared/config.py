@@ -66,6 +66,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Whether experts are read past the page cache."""
     mirror: tuple[str, ...] = ()
     """Directories on other drives that hold copies of expert files (docs/store.md)."""
+    huge_dir: str = "auto"
+    """Directory in a memory file system where weights survive a restart; "auto": one that gives huge pages; "off": none."""
     heartbeat_s: float = 1.0
     """Seconds between heartbeats."""
     drain_s: float = 30.0
@@ -132,6 +134,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The ledger without the expert slots."""
     mirrors: tuple[str, ...] = ()
     """Directories with further copies of expert files."""
+    huge_dir: str | None = None
+    """Directory of the named memory; None: every process keeps its weights in private memory."""
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from native.attention import AttnLayer
 from native.kernels import Ffn, ffn
 from native.matrix import ACT_F32, Matrix, absent_matrix, matrix
-from native.memory import HugeBuffer
+from shared.big_memory import Home, NamedMemory, PrivateMemory, content_of
+from shared.huge_pages import huge_bytes
 
 if TYPE_CHECKING:
     from shared.container.reader import Container, DenseEntry, Tensor
@@ -22,28 +23,47 @@ if TYPE_CHECKING:
 
 
 class DensePart:
-    """The dense tensors that one service holds, in private huge pages (only this process reads them).
+    """The dense tensors that one service holds, in huge pages (only this process reads them).
 
-    ``wanted`` chooses entries of the container. Raises what ``Container.read_dense`` raises, NativeError without memory.
+    ``wanted`` chooses entries of the container. With ``home`` they lie in named memory of this ``kind`` and are read from the
+    disk only if no predecessor has done so. Raises what ``Container.read_dense`` raises, NativeError without memory.
     """
 
-    def __init__(self, container: Container, wanted: Callable[[DenseEntry], bool]) -> None:
-        self._buffer: HugeBuffer | None = None
-        self.tensors: dict[str, Tensor] = container.read_dense(wanted, self._allocate)
+    def __init__(
+        self, container: Container, wanted: Callable[[DenseEntry], bool], kind: str = "", home: Home | None = None
+    ) -> None:
+        self._memory: NamedMemory | PrivateMemory | None = None
 
-    def _allocate(self, n_bytes: int) -> NDArray[np.uint8]:
-        self._buffer = HugeBuffer(n_bytes)
-        return self._buffer.array
+        def allocate(n_bytes: int) -> NDArray[np.uint8]:
+            named = home.open(kind, content_of(container.dense_content(wanted)), n_bytes) if home else None
+            self._memory = named or PrivateMemory(n_bytes)
+            return self._memory.array
+
+        def is_filled() -> bool:
+            return isinstance(self._memory, NamedMemory) and self._memory.is_complete
+
+        self.tensors: dict[str, Tensor] = container.read_dense(wanted, allocate, is_filled)
+        self.was_adopted = is_filled()
+        if isinstance(self._memory, NamedMemory) and not self.was_adopted:
+            self._memory.set_complete()
 
     @property
     def n_bytes(self) -> int:
-        return self._buffer.n_bytes if self._buffer else 0
+        return self._memory.n_bytes if self._memory else 0
+
+    def describe(self) -> str:
+        """For people: which memory it is, and in which pages."""
+        if not isinstance(self._memory, NamedMemory):
+            return "private"
+        huge, present = huge_bytes(self._memory.address, self._memory.n_bytes)
+        share = huge / present if present else 0.0
+        return f"named, {share:.0%} huge pages, {'adopted' if self.was_adopted else 'read'}"
 
     def close(self) -> None:
         """Gives the memory back; tensors and structs over it must not be used again."""
         self.tensors = {}
-        if self._buffer:
-            self._buffer.close()
+        if self._memory:
+            self._memory.close()
 
 
 # Hard-coded in every implementation of the indexer (specs of the checkpoints, LayerNorm of its keys).

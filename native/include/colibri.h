@@ -337,8 +337,15 @@ CB_API int cb_probe_ops(cb_pool *pool, int kind, int64_t n_items, int64_t *ops, 
 /* Private anonymous memory, 2 MiB aligned, MADV_HUGEPAGE; NULL on failure. */
 CB_API void *cb_huge_alloc(int64_t bytes);
 CB_API void cb_huge_free(void *p, int64_t bytes);
-/* Gives the memory of a range (whole 4096-byte pages) back to the system; it stays mapped and reads as zeroes. */
-CB_API int cb_huge_release(void *p, int64_t bytes);
+/* The first `bytes` of a file of a memory file system (tmpfs, hugetlbfs), shared, 2 MiB aligned, MADV_HUGEPAGE; the file must
+ * have as many bytes rounded up to 2 MiB. NULL on failure. Given back by cb_huge_free with the rounded size. */
+CB_API void *cb_huge_map(int fd, int64_t bytes, int is_writable);
+/* Every page of the range is there afterwards (to be written, or as the file has it): where there is no room for it, this says
+ * so and not a signal later. CB_ENOMEM, CB_ESYS. */
+CB_API int cb_huge_populate(void *p, int64_t bytes, int is_writable);
+/* Gives the memory of a range (whole 4096-byte pages) back to the system; it stays mapped and reads as zeroes. is_shared: of a
+ * cb_huge_map, whose file has a hole there then. */
+CB_API int cb_huge_release(void *p, int64_t bytes, int is_shared);
 /* The calling process gets `signal` when its parent ends (Linux prctl). */
 CB_API int cb_die_with_parent(int signal);
 

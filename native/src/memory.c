@@ -1,6 +1,7 @@
-/* memory.c: huge-page memory and the tie to the parent process. */
+/* memory.c: huge-page memory, private and named, and the tie to the parent process. */
 #include "../include/colibri.h"
 
+#include <errno.h>
 #include <signal.h>
 #include <stdint.h>
 #include <sys/mman.h>
@@ -11,11 +12,9 @@
 
 static uint64_t mapped_bytes(int64_t bytes) { return ((uint64_t)bytes + PAGE_BYTES - 1) & ~(PAGE_BYTES - 1); }
 
-void *cb_huge_alloc(int64_t bytes)
+/* Private memory of `want` bytes (whole pages) that begins at a huge page. */
+static unsigned char *aligned_map(uint64_t want)
 {
-    if (bytes <= 0 || bytes > INT64_MAX / 2)
-        return NULL;
-    uint64_t want = mapped_bytes(bytes);
     unsigned char *raw =
         mmap(NULL, want + HUGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (raw == MAP_FAILED)
@@ -25,6 +24,17 @@ void *cb_huge_alloc(int64_t bytes)
     if (skip)
         munmap(raw, skip);
     munmap(start + want, HUGE_BYTES - skip);
+    return start;
+}
+
+void *cb_huge_alloc(int64_t bytes)
+{
+    if (bytes <= 0 || bytes > INT64_MAX / 2)
+        return NULL;
+    uint64_t want = mapped_bytes(bytes);
+    unsigned char *start = aligned_map(want);
+    if (!start)
+        return NULL;
     /* A system without transparent huge pages refuses; ordinary pages are slower, not wrong. */
     madvise(start, want, MADV_HUGEPAGE);
     return start;
@@ -36,11 +46,47 @@ void cb_huge_free(void *p, int64_t bytes)
         munmap(p, mapped_bytes(bytes));
 }
 
-int cb_huge_release(void *p, int64_t bytes)
+void *cb_huge_map(int fd, int64_t bytes, int is_writable)
+{
+    if (fd < 0 || bytes <= 0 || bytes > INT64_MAX / 2)
+        return NULL;
+    uint64_t want = ((uint64_t)bytes + HUGE_BYTES - 1) & ~(HUGE_BYTES - 1);
+    unsigned char *start = aligned_map(want);
+    if (!start)
+        return NULL;
+    int protection = is_writable ? PROT_READ | PROT_WRITE : PROT_READ;
+    if (mmap(start, want, protection, MAP_SHARED | MAP_FIXED | MAP_NORESERVE, fd, 0) == MAP_FAILED) {
+        munmap(start, want);
+        return NULL;
+    }
+    madvise(start, want, MADV_HUGEPAGE);
+    return start;
+}
+
+#ifndef MADV_POPULATE_READ /* Linux 5.14 */
+#define MADV_POPULATE_READ 22
+#define MADV_POPULATE_WRITE 23
+#endif
+
+int cb_huge_populate(void *p, int64_t bytes, int is_writable)
+{
+    if (!p || bytes <= 0 || ((uintptr_t)p & (PAGE_BYTES - 1)))
+        return CB_EINVAL;
+    while (madvise(p, mapped_bytes(bytes), is_writable ? MADV_POPULATE_WRITE : MADV_POPULATE_READ) != 0) {
+        if (errno == EINTR || errno == EAGAIN)
+            continue;
+        if (errno == EINVAL)
+            return CB_OK; /* an older kernel: the pages come when they are touched */
+        return errno == ENOMEM || errno == EFAULT ? CB_ENOMEM : CB_ESYS;
+    }
+    return CB_OK;
+}
+
+int cb_huge_release(void *p, int64_t bytes, int is_shared)
 {
     if (!p || bytes <= 0 || ((uintptr_t)p | (uint64_t)bytes) & (PAGE_BYTES - 1))
         return CB_EINVAL;
-    return madvise(p, (size_t)bytes, MADV_DONTNEED) == 0 ? CB_OK : CB_ESYS;
+    return madvise(p, (size_t)bytes, is_shared ? MADV_REMOVE : MADV_DONTNEED) == 0 ? CB_OK : CB_ESYS;
 }
 
 int cb_die_with_parent(int signal)

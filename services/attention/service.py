@@ -16,6 +16,7 @@ from native.attention import AttnStep, attn_forward, embed
 from native.kernels import ffn_forward, linear, rmsnorm
 from native.library import NativeError, Pool, address, dispatch_text
 from services.attention.weights import DenseWeights
+from shared.big_memory import Home
 from shared.counters import Counters
 from shared.frame import Frame, FrameSet, frame_dims
 from shared.kv_layout import kv_layout
@@ -48,7 +49,7 @@ class AttentionService(Service):
         self._bus = ctx.bus
         config = ctx.config
         ctx.set_stage("load dense part")
-        self._weights = weights = DenseWeights(Path(config.model_dir))
+        self._weights = weights = DenseWeights(Path(config.model_dir), Home.of(config, ctx.log))
         self._spec = spec = weights.spec
         self._pool = Pool(config.n_threads)
         self._kv_segment = Segment.attach(config.run_id, "kv")
@@ -83,7 +84,7 @@ class AttentionService(Service):
             n_selected=np.full(n_rows, -1, np.int32),
         )
         self._run: StepRun | None = None
-        return {"kernels": dispatch_text(), "dense_bytes": str(weights.n_bytes)}
+        return {"kernels": dispatch_text(), "dense_bytes": str(weights.n_bytes), "memory": weights.describe()}
 
     def is_idle(self) -> bool:
         return self._run is None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from native.kernels import Ffn
 from native.matrix import ACT_F32
+from shared.big_memory import DENSE, Home
 from shared.container.format import owner_of
 from shared.container.reader import Container
 from shared.layer_weights import DensePart, attn_layer_of, ffn_of, matrix_of
@@ -14,10 +15,10 @@ from shared.layer_weights import DensePart, attn_layer_of, ffn_of, matrix_of
 class DenseWeights:
     """All structs that the forward pass needs, and the memory below them."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, home: Home | None = None) -> None:
         container = Container.open(model_dir, with_copies=False)
         self.spec = spec = container.spec
-        self._part = DensePart(container, lambda entry: owner_of(entry.name, spec) == "dense")
+        self._part = DensePart(container, lambda entry: owner_of(entry.name, spec) == "dense", DENSE, home)
         tensors = self._part.tensors
         self.layers = [attn_layer_of(spec, i, tensors) for i in range(spec.n_layers)]
         self.dense_ffn: dict[int, Ffn] = {
@@ -30,6 +31,10 @@ class DenseWeights:
     @property
     def n_bytes(self) -> int:
         return self._part.n_bytes
+
+    def describe(self) -> str:
+        """Which memory it is."""
+        return self._part.describe()
 
     def close(self) -> None:
         """Gives the memory back; the structs are invalid from here on."""

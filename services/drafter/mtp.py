@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from native.attention import AttnStep, attn_forward
 from native.kernels import linear, rmsnorm
 from native.library import Pool
+from shared.big_memory import MTP, Home
 from shared.container.format import owner_of
 from shared.container.reader import Container
 from shared.kv_layout import kv_layout
@@ -24,13 +25,20 @@ class MtpLayer:
     """Weights and scratch for at most ``max_rows`` rows. ``x`` f32[T, D] is the residual stream inside the layer."""
 
     def __init__(
-        self, container: Container, pool: Pool, kv_buf: object, kv_dtype: str, n_blocks: int, max_rows: int
+        self,
+        container: Container,
+        pool: Pool,
+        kv_buf: object,
+        kv_dtype: str,
+        n_blocks: int,
+        max_rows: int,
+        home: Home | None = None,
     ) -> None:
         self.spec = spec = container.spec
         self._pool = pool
         prefix = f"model.layers.{spec.mtp_layer}."
         # Its gate is the router's and its shared expert is expert_io's, as with every other layer.
-        self._part = DensePart(container, lambda entry: owner_of(entry.name, spec) == "mtp")
+        self._part = DensePart(container, lambda entry: owner_of(entry.name, spec) == "mtp", MTP, home)
         tensors = self._part.tensors
         self._layer = attn_layer_of(spec, spec.mtp_layer, tensors)
         self._eh_proj = matrix_of(tensors[prefix + "eh_proj.weight"])
@@ -76,6 +84,10 @@ class MtpLayer:
         """x of ``rows`` plus mixed f32[n, D], normed into out f32[n, D]: what the head reads and the next draft is fed."""
         y = np.ascontiguousarray(self.x[rows]) + mixed
         rmsnorm(self._pool, y, self._out_norm, self.spec.rms_eps, out)
+
+    def describe(self) -> str:
+        """Which memory its weights are in."""
+        return self._part.describe()
 
     def close(self) -> None:
         self._part.close()

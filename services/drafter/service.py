@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from native.library import NativeError, Pool, dispatch_text
 from native.sampling import sample
 from services.drafter.mtp import MtpLayer
+from shared.big_memory import Home
 from shared.container.reader import Container
 from shared.counters import Counters
 from shared.frame import Frame, FrameSet, frame_dims
@@ -82,8 +83,9 @@ class DrafterService(Service):
         self._counters = Counters(counters.buf, "drafter")
         self._timer = StepTimer("drafter")
         max_rows = len(self._frames.frame(0).token)
-        self._mtp = MtpLayer(container, self._pool, kv.buf, config.kv_dtype, config.n_kv_blocks, max_rows)
-        return {"kernels": dispatch_text(), "drafts": str(config.n_drafts)}
+        home = Home.of(config, ctx.log)
+        self._mtp = MtpLayer(container, self._pool, kv.buf, config.kv_dtype, config.n_kv_blocks, max_rows, home)
+        return {"kernels": dispatch_text(), "drafts": str(config.n_drafts), "memory": self._mtp.describe()}
 
     def is_idle(self) -> bool:
         return self._draft is None

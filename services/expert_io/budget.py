@@ -31,6 +31,11 @@ class Budget:
         if self._bytes != config.ram_bytes:
             self.n_slots = self._slots_of(self._bytes, 0, 0)
 
+    @property
+    def is_by_policy(self) -> bool:
+        """Slots of whole huge pages may leave in any order; others so that the memory that stays is in one piece."""
+        return self._config.slot_bytes % HUGE_PAGE == 0
+
     def _slots_of(self, n_bytes: int, n_used: int, free_bytes: int) -> int:
         return change_budget(self._config, self._gate_k, self._bytes, n_bytes, n_used, free_bytes)
 
@@ -70,5 +75,5 @@ class Budget:
             policy = POLICIES[config.cache_policy](n_slots, table.policy.layers)
             policy.restore(expected())
             table.replace_policy(policy)
-        for slot in table.resize(n_slots, is_by_policy=config.slot_bytes % HUGE_PAGE == 0):
+        for slot in table.resize(n_slots, is_by_policy=self.is_by_policy):
             cancel(slot)

@@ -25,6 +25,7 @@ from services.expert_io.layer_run import LayerRun, ReadOrder
 from services.expert_io.pilot import Hints, PilotAccount, PilotTrial
 from services.expert_io.slots import Slot, SlotState, SlotTable
 from services.expert_io.store import ExpertStore, ReadFault
+from shared.big_memory import SHARED_EXPERTS, Home
 from shared.container.format import owner_of
 from shared.container.reader import Container
 from shared.counters import Counters
@@ -91,8 +92,12 @@ class ExpertIoService(Service):
         self._pool = Pool(config.n_threads)
         self._layers = tuple(layer for layer in spec.moe_layers if layer < spec.n_layers or config.n_drafts)
         ctx.set_stage("load shared experts")
+        home = Home.of(config, ctx.log)
         self._part = DensePart(
-            container, lambda e: owner_of(e.name, spec) == "shared" and int(e.name.split(".")[2]) in self._layers
+            container,
+            lambda e: owner_of(e.name, spec) == "shared" and int(e.name.split(".")[2]) in self._layers,
+            SHARED_EXPERTS,
+            home,
         )
         self._shared: dict[int, Ffn] = {}
         if spec.n_shared:
@@ -108,7 +113,7 @@ class ExpertIoService(Service):
         self._n_experts = len(self._layers) * spec.n_experts
         new_reader = partial(Reader, config.read_depth, config.read_piece_bytes, engine=config.read_engine)
         self._store = ExpertStore(
-            container, self._layers, n_reserved, config.slot_bytes, config.direct_io, new_reader, ctx.log.warning
+            container, self._layers, n_reserved, config.slot_bytes, config.direct_io, new_reader, ctx.log.warning, home
         )
         if not self._store.is_direct:
             reason = config.read_note if config.direct_io == "off" else "a file system has no direct reads"
@@ -116,6 +121,7 @@ class ExpertIoService(Service):
         for reader in self._store.readers:
             ctx.bus.add_fd(reader.fd, self._on_reads)
         self._load_usage()
+        self._adopt()
         self._pilot = PilotAccount()
         self._trial = PilotTrial(max(1, sum(layer < spec.n_layers for layer in self._layers)))
         self._ahead: deque[Key] = deque()  # of the next layer, in file order
@@ -143,6 +149,8 @@ class ExpertIoService(Service):
             "reads": "direct" if self._store.is_direct else "buffered",
             "read_engine": self._store.readers[0].engine,
             "read_pieces": f"{config.read_depth} x {config.read_piece_bytes}",
+            "memory": self._store.slab.describe(),
+            "adopted": str(self._table.n_used),
         }
 
     def tick(self) -> None:
@@ -377,6 +385,13 @@ class ExpertIoService(Service):
     def _expected(self) -> dict[Key, float]:
         """Uses per step by experience, most used first."""
         return self._usage.expected() if self._usage else {}
+
+    def _adopt(self) -> None:
+        """Experts that an earlier process left in named memory are resident from the start."""
+        found = self._store.residents(self._layers)
+        warmth = {key: -place for place, key in enumerate(self._to_warm)}
+        coldest_first = sorted(found.items(), key=lambda item: warmth.get(item[1], -len(warmth)))
+        self._table.adopt(dict(coldest_first), is_by_policy=self._budget.is_by_policy)
 
     @staticmethod
     def _count_usage(usage: UsageHistory, run: LayerRun) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -232,6 +232,29 @@ class SlotTable:
         if is_guess:
             self._guesses[slot.index] = slot
         return slot
+
+    def adopt(self, residents: Mapping[int, Key], *, is_by_policy: bool) -> None:
+        """Of a fresh table: slots that hold experts already, of an earlier process; slot -> expert, the coldest first.
+
+        Where they are more than the capacity some leave at once; ``is_by_policy`` as with ``resize``.
+        """
+        kept = list(residents.items())
+        kept = kept[-self.capacity :] if is_by_policy else [(i, key) for i, key in kept if i < self.capacity]
+        holds = dict(kept)
+        empty = [i for i in range(len(self.slots) - 1, -1, -1) if i not in holds]
+        n_absent = len(self.slots) - self.capacity
+        self._absent, self._free = empty[:n_absent], empty[n_absent:]
+        self._gone += [i for i in residents if i not in holds]
+        for i in self._absent:
+            self.slots[i].state = SlotState.ABSENT
+        for i in self._free:
+            self.slots[i].state = SlotState.FREE
+        for i, key in kept:
+            slot = self.slots[i]
+            slot.state = SlotState.RESIDENT
+            slot.key = key
+            self._of_key[key] = slot
+            self.policy.add(key)
 
     def loaded(self, slot: Slot) -> None:
         """The slot's read is complete."""

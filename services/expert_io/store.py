@@ -17,6 +17,7 @@ from native.reader import ReadCounters, ReadDone, Reader
 from services.expert_io.slab import Slab
 from services.expert_io.slots import Slot
 from services.expert_io.sources import RecordSources, Source
+from shared.big_memory import Home, content_of
 from shared.container.format import ExpertLayout
 from shared.container.reader import Container, ExpertFile
 from shared.errors import StoreError
@@ -59,6 +60,7 @@ class ExpertStore:
         direct_io: str,
         new_reader: Callable[[], Reader],
         warn: Callable[..., None] = lambda event, **facts: None,
+        home: Home | None = None,
     ) -> None:
         """``new_reader`` is called once per drive."""
         self._sources = RecordSources(container, layers, direct_io, warn)
@@ -67,7 +69,9 @@ class ExpertStore:
             raise StoreError(
                 f"A slot has {slot_bytes} bytes but the largest expert record has {largest}; this is a fault."
             )
-        self.slab = Slab(n_slots, slot_bytes)
+        n_records = sum(file.n_experts for file in container.experts.values())
+        content = content_of(container.experts_content()) if home else 0
+        self.slab = Slab(n_slots, slot_bytes, home, n_records, content)
         self._layout_of = _number_layouts(self._sources.files)
         self._spec = container.spec
         self.readers = [new_reader() for _ in range(self._sources.n_drives)]
@@ -79,6 +83,10 @@ class ExpertStore:
     @property
     def is_direct(self) -> bool:
         return self._sources.is_direct
+
+    def residents(self, layers: tuple[int, ...]) -> dict[int, Key]:
+        """What ``Slab.residents`` finds; those experts were verified when they were read."""
+        return self.slab.residents(layers, self._spec.n_experts)
 
     # -- reads -----------------------------------------------------------------------------------------------
 
@@ -94,6 +102,7 @@ class ExpertStore:
         self._next_tag += 1
         self._reads[tag] = read
         self._tag_of_slot[read.slot.index] = tag
+        self.slab.reading(read.slot.index, read.key)
         source = read.source
         self.readers[source.drive].submit(
             tag,
@@ -137,6 +146,10 @@ class ExpertStore:
                 if not slot.is_doomed and self._try_another(read):
                     continue
                 fault = self._joined(list(read.faults.values()))
+            if done.cancelled or fault:
+                self.slab.empty(slot.index)
+            else:
+                self.slab.holds(slot.index, read.key)
             out.append((slot, done, fault))
         return out
 

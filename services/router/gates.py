@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from native.kernels import Gate, rmsnorm
 from native.library import Pool
 from native.matrix import ACT_F32
+from shared.big_memory import GATES, Home
 from shared.container.reader import Container
 from shared.layer_weights import DensePart, matrix_of
 from shared.model_spec import ModelSpec
@@ -31,10 +32,10 @@ def gate_names(spec: ModelSpec) -> list[str]:
 class GateSet:
     """All gates, ready to score. Holds the weights' memory."""
 
-    def __init__(self, container: Container, pool: Pool, pilot: str, pilot_rows: int) -> None:
+    def __init__(self, container: Container, pool: Pool, pilot: str, pilot_rows: int, home: Home | None = None) -> None:
         spec = container.spec
         wanted = set(gate_names(spec))
-        self._part = DensePart(container, lambda entry: entry.name in wanted)
+        self._part = DensePart(container, lambda entry: entry.name in wanted, GATES, home)
         self._tensors = self._part.tensors
         self._spec = spec
         self._pool = pool

@@ -23,6 +23,7 @@ from services.router.recording import LogitRecorder, RoutingRecorder, draft_note
 from services.router.scheduler import Advance, Plan, Scheduler
 from services.router.sequences import NO_DRAFTS, Sequence
 from services.router.tokenizer import ModelTokenizer
+from shared.big_memory import Home
 from shared.container.reader import Container
 from shared.counters import Counters
 from shared.endpoints import SERVICES
@@ -84,7 +85,9 @@ class RouterService(Service):
         self._frames_segment = Segment.attach(config.run_id, "frames")
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
         ctx.set_stage("load gates")
-        self._gates = GateSet(container, self._pool, config.pilot, len(self._frames.frame(0).layer_input))
+        self._gates = GateSet(
+            container, self._pool, config.pilot, len(self._frames.frame(0).layer_input), Home.of(config, ctx.log)
+        )
         self._trace_segment = Segment.attach(config.run_id, "trace")
         self._trace = TraceRing(self._trace_segment.buf)
         self._counters_segment = Segment.attach(config.run_id, "counters")

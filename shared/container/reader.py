@@ -180,11 +180,13 @@ class Container:
         self,
         wanted: Collection[str] | Callable[[DenseEntry], bool],
         allocate: Callable[[int], npt.NDArray[np.uint8]],
+        is_filled: Callable[[], bool] = lambda: False,
     ) -> dict[str, Tensor]:
         """Reads the wanted tensors (names, or a predicate) into one buffer and verifies their checksums.
 
         ``allocate(n_bytes)`` gives a u8 array of at least that size, 64-byte aligned, that outlives the tensors; aligned to
         4096 it can be filled by direct reads.
+        ``is_filled``, asked after it: whether an earlier call for the same tensors has filled it (``dense_content``).
         ShortRead, ChecksumMismatch, or ContainerError for a name that does not exist.
         """
         if callable(wanted):
@@ -198,10 +200,24 @@ class Container:
         buffer = allocate(n_bytes)
         if buffer.ctypes.data % ALIGN:
             raise ValueError(f"allocate() must give memory aligned to {ALIGN} bytes")
-        read_runs(runs, buffer)
+        if not is_filled():
+            read_runs(runs, buffer)
         found = {part.what: buffer[run.place_of(part) :][: part.n_bytes] for run in runs for part in run.parts}
         tensors = {e.name: _as_tensor(e, found[e.name], found.get(f"{e.name}.scale")) for e in entries}
         return {name: tensors[name] for name in self.dense if name in tensors}
+
+    def dense_content(self, wanted: Callable[[DenseEntry], bool]) -> Iterator[str]:
+        """What ``read_dense`` would put into the buffer, and where: equal strings, equal bytes."""
+        runs, _ = place([part for entry in self.dense.values() if wanted(entry) for part in _parts_of(entry)])
+        for run in runs:
+            for part in run.parts:
+                yield f"{part.what} {run.place_of(part)} {part.n_bytes} {part.checksum}"
+
+    def experts_content(self) -> Iterator[str]:
+        """What the experts' records are: equal strings, equal bytes."""
+        for layer, file in sorted(self.experts.items()):
+            yield f"{layer} {file.format} {file.record_bytes}"
+            yield from file.checksums
 
     def verify(self, place: int | None = None) -> Iterator[tuple[str, int, str | None]]:
         """Reads everything: yields (what, bytes, None or the complaint) per tensor and per expert, in order.

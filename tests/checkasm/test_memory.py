@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from native.library import NativeError
-from native.memory import HugeBuffer, die_with_parent
+from native.memory import HugeBuffer, MappedFile, die_with_parent
 
 HUGE = 2 << 20
 
@@ -108,3 +110,59 @@ def held(address: int) -> int:
     found = re.search(r"Rss:\s+(\d+) kB", mapping_of(address))
     assert found
     return int(found[1]) * 1024
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    """A file of two huge pages in /dev/shm, without a name."""
+    fd = os.open("/dev/shm", os.O_RDWR | os.O_TMPFILE, 0o600)
+    os.ftruncate(fd, 2 * HUGE)
+    yield fd
+    os.close(fd)
+
+
+def test_a_mapped_file_is_aligned_and_outlives_its_mapping(file: int) -> None:
+    first = MappedFile(file, HUGE + 12345)
+    assert first.address % HUGE == 0 and first.array.shape == (HUGE + 12345,)
+    assert "hg" in re.findall(r"\w\w", mapping_of(first.address).rpartition("VmFlags:")[2])
+    first.array[:] = 7
+    address = first.address
+    first.close()
+    first.close()
+    assert not mapping_of(address)
+    again = MappedFile(file, HUGE, is_writable=False)
+    assert (again.array == 7).all()
+    with pytest.raises(ValueError, match="read-only"):
+        again.array[0] = 1
+    again.close()
+
+
+def test_released_pages_are_zero_and_given_back(file: int) -> None:
+    mapped = MappedFile(file, 2 * HUGE)
+    assert mapped.populate(0, 2 * HUGE)
+    with HugeBuffer(2 * HUGE) as private:
+        for memory in (mapped, private):
+            memory.array[:] = 9
+            memory.release(HUGE, HUGE)
+            assert memory is private or os.fstat(file).st_blocks * 512 <= HUGE
+            assert not memory.array[HUGE:].any() and memory.array[:HUGE].all()
+    mapped.close()
+
+
+def test_what_has_no_room_is_said_before_it_is_touched(file: int) -> None:
+    """A page beyond the file's end: touching it would end the process with SIGBUS."""
+    mapped = MappedFile(file, 2 * HUGE)
+    os.ftruncate(file, HUGE)
+    assert mapped.populate(0, HUGE)
+    assert not mapped.populate(HUGE, HUGE)
+    mapped.close()
+
+
+def test_files_that_cannot_be_mapped_are_refused() -> None:
+    read_end, write_end = os.pipe()
+    with pytest.raises(NativeError, match="cb_huge_map"):
+        MappedFile(read_end, HUGE)
+    with pytest.raises(NativeError, match="cb_huge_map"):
+        MappedFile(-1, HUGE)
+    os.close(read_end)
+    os.close(write_end)

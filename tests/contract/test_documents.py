@@ -61,7 +61,9 @@ def test_extras_are_explained_too() -> None:
 
 
 def test_flags_are_the_settings() -> None:
-    flags = {action.dest for action in make_parser()._actions} - {"help", "config", "daemon", "status", "json", "stop"}
+    flags = {action.dest for action in make_parser()._actions} - {
+        *("help", "config", "daemon", "status", "json", "stop", "keep_warm", "drop_warm")
+    }
     settings = {name.replace("ram_bytes", "ram") for name in Settings.__struct_fields__}
     only_in_file = {"direct_io", "heartbeat_s", "drain_s", "stall_s"}
     assert flags == settings - only_in_file
