@@ -1,18 +1,24 @@
-"""``colibri plan``: the ledger of this model on this machine, and what speed to expect at best."""
+"""``colibri plan``: the ledger of this model on this machine, and what speed to expect."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import click
 
+from native.library import default_threads
 from shared.config import load_settings, parse_bytes
 from shared.container.format import INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.reader import Container
-from shared.ledger import make_ledger, predict_speed
+from shared.drive_probe import drive_profile
+from shared.endpoints import state_dir
+from shared.ledger import DEFAULT_CHUNK, make_ledger
 from shared.memory_probe import probe_memory
 from shared.model_spec import ModelSpec
+from shared.rates import arithmetic_rate, memory_rate
+from shared.speed import Speed, covering_chunk, predict_speed
 
 
 @click.command("plan")
@@ -25,8 +31,10 @@ from shared.model_spec import ModelSpec
 @click.option("--prefill-chunk", type=click.IntRange(1), help="Prompt tokens per step.")
 @click.option("--kv-dtype", type=click.Choice(["f32", "bf16"]), help="Precision of the KV cache.")
 @click.option("--draft", help="auto, off or a number of tokens.")
-@click.option("--disk", type=click.FloatRange(min=0, min_open=True), help="Measured rate of the drive, GB/s.")
-@click.option("--memory", type=click.FloatRange(min=0, min_open=True), help="Measured memory bandwidth, GB/s.")
+@click.option("--disk", type=click.FloatRange(min=0, min_open=True), help="Rate of the drive, GB/s. Default: measured.")
+@click.option(
+    "--memory", type=click.FloatRange(min=0, min_open=True), help="Memory bandwidth, GB/s. Default: measured."
+)
 @click.option("--assume", help="Memory and shared memory to assume instead of what this machine has now.")
 def command(
     model: Path, ram: str | None, precision: str | None, disk: float | None, memory: float | None, assume: str | None,
@@ -34,16 +42,22 @@ def command(
 ) -> None:  # fmt: skip
     """Show how the memory would be shared out for MODEL: a container, or a checkpoint that could be converted.
 
-    colibri-up uses the same computation. With --disk and --memory it also shows what decoding can reach at best.
+    colibri-up uses the same computation. Also shows what speed to expect; drive and memory are measured unless given.
     """
-    spec, facts = _facts(model, precision)
+    spec, facts, container = _facts(model, precision)
     chosen = load_settings(None, {"ram": ram, **settings})
     probe = probe_memory()
     available, shm, source = probe.available_bytes, probe.shm_bytes, probe.source
     if assume is not None:
         available = shm = parse_bytes(assume, "assume")
         source = "assumed"
-    ledger = make_ledger(spec, facts, chosen, available, shm)
+    n_threads = chosen.threads or default_threads()
+    disk_bytes_s = disk * 1e9 if disk else _drive_rate(container)
+    chunk = DEFAULT_CHUNK
+    if container and disk_bytes_s and container.experts:
+        weight_format = next(iter(container.experts.values())).format
+        chunk = covering_chunk(spec, facts, disk_bytes_s, arithmetic_rate(weight_format, n_threads))
+    ledger = make_ledger(spec, facts, chosen, available, shm, chunk=chunk)
     click.echo(ledger.table())
     click.echo(f"\n{available:,} bytes available ({source}), {shm:,} in /dev/shm, {ledger.segment_bytes:,} of it used")
     resident = min(ledger.n_slots / ledger.n_experts, 1.0)
@@ -51,23 +65,50 @@ def command(
         f"{ledger.n_slots:,} slots hold {resident:.1%} of {ledger.n_experts:,} experts; context {ledger.max_context:,}, "
         f"{ledger.max_sequences} sequences, chunk {ledger.prefill_chunk}, drafts {ledger.n_drafts}, {ledger.n_threads} threads"
     )
-    if disk is None or memory is None:
-        click.echo("Give --disk and --memory (GB/s) to see the speed that these bytes allow at best.")
+    if not disk_bytes_s and resident < 1.0:
+        click.echo(
+            "The drive's rate is not known (too few experts to measure it with, or no container): give --disk, GB/s."
+        )
         return
-    speed = predict_speed(spec, facts, ledger, disk, memory)
-    routed, all_bytes = speed.routed_bytes, speed.routed_bytes + speed.resident_bytes
-    miss = 1 - speed.hit_rate
-    click.echo(
-        f"\nbytes per token: {routed:,} of routed experts, {speed.resident_bytes:,} of everything else\n"
-        f"cold      {speed.cold_tokens_s:9.2f} tok/s = 1 / max({routed:,} / {disk:g} GB/s, {all_bytes:,} / {memory:g} GB/s)\n"
-        f"warm      {speed.warm_tokens_s:9.2f} tok/s = 1 / max({miss:.1%} x {routed:,} / {disk:g} GB/s, memory as above)\n"
-        f"resident  {speed.resident_tokens_s:9.2f} tok/s = {memory:g} GB/s / {all_bytes:,}"
-    )
+    memory_bytes_s = memory * 1e9 if memory else memory_rate(n_threads)
+    speed = predict_speed(spec, facts, ledger, disk_bytes_s or math.inf, memory_bytes_s)
+    click.echo("\n" + _speed_text(speed, disk_bytes_s, memory_bytes_s))
 
 
-def _facts(model: Path, precision: str | None) -> tuple[ModelSpec, Facts]:
+def _drive_rate(container: Container | None) -> float:
+    """Bytes per second as kept from an earlier start, or measured now; 0: can't be measured with this model."""
+    if container is None:
+        return 0.0
+    try:
+        folder = state_dir() / "drives"
+    except RuntimeError:  # a user without a home
+        folder = None
+    report = lambda text: click.echo(text, err=True)  # noqa: E731
+    return drive_profile(list(container.experts.values()), folder, may_write=True, report=report).ceiling
+
+
+def _speed_text(speed: Speed, disk: float, memory: float) -> str:
+    routed, others = speed.routed_bytes, speed.resident_bytes
+    lines = [
+        f"a token reads {routed:,} bytes of routed experts and {others:,} of everything else",
+        f"drive {disk / 1e9:.2f} GB/s, memory {memory / 1e9:.1f} GB/s" if disk else f"memory {memory / 1e9:.1f} GB/s",
+        f"{'decoding one sequence, tok/s':32}{'expected':>10}{'at best':>10}",
+    ]
+    if disk:
+        warm = f"{speed.hit_rate:.0%} of them in memory"
+        rows = (("every expert from the drive", speed.cold), (warm, speed.warm))
+        lines += [f"  {what:30}{expected:>10.2f}{best:>10.2f}" for what, (expected, best) in rows]
+    lines.append(f"  {'every expert in memory':30}{'':>10}{speed.resident_tokens_s:>10.2f}")
+    if disk:
+        lines.append(
+            "expected: reads wait for attention and head (prefetch hides a part); at best: everything overlaps"
+        )
+    return "\n".join(lines)
+
+
+def _facts(model: Path, precision: str | None) -> tuple[ModelSpec, Facts, Container | None]:
     if (model / INDEX_NAME).exists() or precision is None:
         container = Container.open(model)
-        return container.spec, container.facts()
+        return container.spec, container.facts(), container
     spec = ModelSpec.load(model)
-    return spec, plan_facts(spec, plan_container(spec, PRECISIONS[precision]))
+    return spec, plan_facts(spec, plan_container(spec, PRECISIONS[precision])), None

@@ -110,23 +110,33 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     CapacityError, ConfigError.
     """
     from deploy.warm import plan_memory
+    from native.library import default_threads
     from shared.container.reader import Container
-    from shared.ledger import make_ledger
+    from shared.ledger import DEFAULT_CHUNK, make_ledger
     from shared.memory_probe import MemoryProbe, probe_memory
+    from shared.rates import arithmetic_rate
+    from shared.speed import covering_chunk
     from shared.usage import usage_path
 
     model_dir = model_dir_of(settings)
     mirrors = tuple(str(Path(text).expanduser().absolute()) for text in settings.mirror)
     container = Container.open(model_dir, mirrors)
     facts = container.facts()
+    drive = _drive_profile(list(container.experts.values()), settings, report)
+    chunk = DEFAULT_CHUNK
+    if drive.ceiling and container.experts:
+        n_threads = settings.threads or default_threads()
+        weight_format = next(iter(container.experts.values())).format
+        chunk = covering_chunk(container.spec, facts, drive.ceiling, arithmetic_rate(weight_format, n_threads))
 
     def make(memory: MemoryProbe) -> Ledger:
         room = memory.available_bytes, memory.shm_bytes
-        return make_ledger(container.spec, facts, settings, *room, reservable_bytes=memory.reservable_bytes)
+        return make_ledger(
+            container.spec, facts, settings, *room, reservable_bytes=memory.reservable_bytes, chunk=chunk
+        )
 
     warm = plan_memory(settings, container.fingerprint, facts, probe_memory, make)
     ledger = warm.ledger
-    drive = _drive_profile(list(container.experts.values()), settings, report)
     usage = usage_path(container.fingerprint) if settings.usage_history else None
     config = GroupConfig(
         run_id=secrets.token_hex(4),

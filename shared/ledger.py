@@ -24,6 +24,8 @@ BUDGET_SHARE = 0.85
 DEFAULT_CONTEXT = 8192
 DEFAULT_SEQUENCES = 4
 DEFAULT_CHUNK = 512
+MAX_CHUNK = 2048
+"""A step of more prompt rows would keep those who decode waiting too long."""
 DEFAULT_DRAFTS = 2
 N_FRAMES = 2
 """One for the step, one for the draft."""
@@ -95,20 +97,6 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
         return ledger_table(self.lines, self.budget_bytes, self.available_bytes)
 
 
-class Speed(msgspec.Struct, frozen=True):
-    """Upper bounds of decoding one sequence, from bytes per token and measured rates; perfect overlap assumed."""
-
-    routed_bytes: int
-    """Expert records a token uses."""
-    resident_bytes: int
-    """Dense weights, gates and shared experts that a token reads from memory."""
-    hit_rate: float
-    """Slots over experts: what uniform routing would hit. Real routing is more skewed, hence better."""
-    cold_tokens_s: float
-    warm_tokens_s: float
-    resident_tokens_s: float
-
-
 def make_ledger(
     spec: ModelSpec,
     facts: Facts,
@@ -117,12 +105,13 @@ def make_ledger(
     shm_bytes: int | None = None,
     frame_bytes: Callable[..., int] | None = None,
     reservable_bytes: int = 0,
+    chunk: int = DEFAULT_CHUNK,
 ) -> Ledger:
     """Shares out the memory.
 
     ``facts``: ``Container.facts()``. ``available_bytes``, ``shm_bytes``, ``reservable_bytes``: ``probe_memory()``.
-    ``frame_bytes`` replaces ``shared.frame.frame_bytes`` in tests. Raises CapacityError with the arithmetic when it does not
-    fit, ConfigError for
+    ``chunk``: prompt rows per step that are worth having (``shared.speed.covering_chunk``). ``frame_bytes`` replaces
+    ``shared.frame.frame_bytes`` in tests. Raises CapacityError with the arithmetic when it does not fit, ConfigError for
     settings that can't be met by this model.
     """
     _check_settings(spec, settings)
@@ -136,7 +125,7 @@ def make_ledger(
     for n_drafts in _draft_candidates(spec, settings):
         is_last = n_drafts == _draft_candidates(spec, settings)[-1]
         try:
-            ledger = _ledger(spec, facts, settings, available_bytes, reservable_bytes, budget, n_drafts, measure)
+            ledger = _ledger(spec, facts, settings, available_bytes, reservable_bytes, budget, n_drafts, measure, chunk)
         except CapacityError:
             if is_last:
                 raise
@@ -150,24 +139,6 @@ def make_ledger(
             + ledger.table()
         )
     return ledger
-
-
-def predict_speed(spec: ModelSpec, facts: Facts, ledger: Ledger, disk_gb_s: float, memory_gb_s: float) -> Speed:
-    """Cold (every expert from disk), warm (the slots' share of uniform routing hits) and resident bounds."""
-    main = [size for size, layer in zip(facts.record_bytes, spec.moe_layers) if layer < spec.n_layers]
-    routed = spec.gate_k * sum(main)
-    resident = facts.dense_bytes - facts.embed_bytes + facts.gate_bytes + facts.shared_bytes
-    hit_rate = min(ledger.n_slots / max(len(main) * spec.n_experts, 1), 1.0)
-    memory_s = (routed + resident) / (memory_gb_s * 1e9)
-    disk_s = routed / (disk_gb_s * 1e9)
-    return Speed(
-        routed,
-        resident,
-        hit_rate,
-        1 / max(disk_s, memory_s),
-        1 / max(disk_s * (1 - hit_rate), memory_s),
-        1 / memory_s,
-    )
 
 
 # ---- the computation ----------------------------------------------------------------------------------------------
@@ -207,6 +178,7 @@ def _ledger(
     budget: int,
     n_drafts: int,
     frame_bytes: Callable[..., int],
+    wanted_chunk: int,
 ) -> Ledger:
     n_threads = settings.threads or default_threads()
     n_sequences = settings.max_sequences or DEFAULT_SEQUENCES
@@ -259,7 +231,7 @@ def _ledger(
     context = settings.max_context or min(spec.max_context, DEFAULT_CONTEXT)
     while not settings.max_context and context > _MIN_CONTEXT and _sum(kv_lines(context)) > rest * _KV_SHARE:
         context = max(context // 2, _MIN_CONTEXT)
-    chunk = settings.prefill_chunk or min(DEFAULT_CHUNK, context)
+    chunk = settings.prefill_chunk or min(wanted_chunk, context)
     while not settings.prefill_chunk and chunk > _MIN_CHUNK and _sum(work_lines(context, chunk)) > rest * _WORK_SHARE:
         chunk = max(chunk // 2, _MIN_CHUNK)
 

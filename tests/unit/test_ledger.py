@@ -13,7 +13,7 @@ from shared.container.format import PRECISIONS, Facts, plan_container, plan_fact
 from shared.container.synth import preset_config
 from shared.errors import CapacityError, ConfigError
 from shared.kv_layout import KV_BLOCK, kv_layout
-from shared.ledger import BUDGET_SHARE, Ledger, make_ledger, predict_speed
+from shared.ledger import BUDGET_SHARE, Ledger, make_ledger
 from shared.memory_probe import probe_memory
 from shared.model_spec import ModelSpec
 
@@ -220,20 +220,6 @@ def test_segments_of_a_group_are_what_the_ledger_says(
     assert len(created) >= 4
     assert sum(created.values()) <= plan.ledger.segment_bytes < sum(created.values()) + (8 << 20)
     assert plan.config.slot_bytes >= max(plan.ledger.slot_bytes, 8192)
-
-
-def test_predicted_speed_of_glm_5_2() -> None:
-    """600 experts of 20 MB a token: 6 seconds at 2 GB/s."""
-    config = preset_config("glm-5.2", 78) | {"first_k_dense_replace": 3}
-    spec = ModelSpec.from_config(config)
-    facts = plan_facts(spec, plan_container(spec, PRECISIONS["int4"]))
-    made = ledger(spec, facts, 32 * GIB)
-    speed = predict_speed(spec, facts, made, 2.0, 28.0)
-    assert speed.routed_bytes == 600 * 20_054_016
-    assert speed.cold_tokens_s == pytest.approx(0.166, abs=0.002)
-    assert speed.resident_tokens_s == pytest.approx(1.26, abs=0.05)
-    assert speed.cold_tokens_s <= speed.warm_tokens_s <= speed.resident_tokens_s
-    assert speed.hit_rate == pytest.approx(made.n_slots / 19200)
 
 
 # ---- the probe ----------------------------------------------------------------------------------------------------
