@@ -19,6 +19,7 @@ from shared.memory_probe import probe_memory
 from shared.model_spec import ModelSpec
 from shared.rates import arithmetic_rate, memory_rate
 from shared.speed import Speed, covering_chunk, predict_speed
+from shared.warm_sets import find_sets, known_dirs
 
 
 @click.command("plan")
@@ -51,6 +52,9 @@ def command(
     if assume is not None:
         available = shm = parse_bytes(assume, "assume")
         source = "assumed"
+    elif container and (warm := _kept_warm(container.fingerprint)):
+        available += warm
+        source += f", {warm:,} of it kept warm for this model"
     n_threads = chosen.threads or default_threads()
     disk_bytes_s = disk * 1e9 if disk else _drive_rate(container)
     chunk = DEFAULT_CHUNK
@@ -85,6 +89,11 @@ def _drive_rate(container: Container | None) -> float:
         folder = None
     report = lambda text: click.echo(text, err=True)  # noqa: E731
     return drive_profile(list(container.experts.values()), folder, may_write=True, report=report).ceiling
+
+
+def _kept_warm(fingerprint: str) -> int:
+    """Bytes that are not free but would be this model's at once."""
+    return sum(found.n_bytes for found in find_sets(known_dirs("auto")) if found.fingerprint == fingerprint)
 
 
 def _speed_text(speed: Speed, disk: float, memory: float) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from deploy import rundir
+from shared.big_memory import named_bytes
 from shared.bus import ControlClient
 from shared.config import LOCK_NAME, GroupConfig, Line, parse_bytes
 from shared.endpoints import Endpoints, default_run_dir
@@ -63,6 +64,8 @@ def make_report(config: GroupConfig, ram: control.Ram) -> dict[str, Any]:
     pids = {name: int(entry["pid"]) for name, entry in found.get("services", {}).items() if entry.get("pid")}
     owner = int(rundir.read_json(run_dir / LOCK_NAME).get("pid", 0))
     held = {name: _own_bytes(pid) for name, pid in pids.items()}
+    for name, n_bytes in named_bytes(config).items():
+        held[name] = held.get(name, 0) + n_bytes
     held[GROUP] = sum(_own_bytes(pid) for pid in (rundir.keeper_pid(run_dir) or 0, owner) if pid)
     held[SHARED] = run_bytes(config.run_id)
     planned: dict[str, int] = {}

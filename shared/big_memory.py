@@ -32,11 +32,14 @@ from numpy.typing import NDArray
 from native.library import NativeError
 from native.memory import HUGE_PAGE, HugeBuffer, MappedFile, hash64
 from shared.config import GroupConfig
+from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER
 from shared.errors import CapacityError
 from shared.log import Log
 
 SLAB, SHARED_EXPERTS, DENSE, MTP, GATES = "slab", "shared", "dense", "mtp", "gates"
-KINDS = (SLAB, SHARED_EXPERTS, DENSE, MTP, GATES)
+OWNERS = {SLAB: EXPERT_IO, SHARED_EXPERTS: EXPERT_IO, DENSE: ATTENTION, MTP: DRAFTER, GATES: ROUTER}
+"""Kind -> the service that maps it."""
+KINDS = tuple(OWNERS)
 
 MAGIC = b"COLIBRI\0"
 LAYOUT_VERSION = 1
@@ -187,6 +190,17 @@ def run_path(directory: Path, run_id: str, kind: str) -> Path:
 
 def warm_path(directory: Path, fingerprint: str, kind: str) -> Path:
     return directory / f"colibri-{os.getuid()}-warm+{fingerprint}+{kind}"
+
+
+def named_bytes(config: GroupConfig) -> dict[str, int]:
+    """Service -> bytes of named memory it holds, holes not counted; empty when the group's memory is private."""
+    held: dict[str, int] = {}
+    if config.huge_dir is not None:
+        for kind, owner in OWNERS.items():
+            with contextlib.suppress(OSError):
+                found = run_path(Path(config.huge_dir), config.run_id, kind).stat()
+                held[owner] = held.get(owner, 0) + found.st_blocks * 512
+    return held
 
 
 @dataclass(frozen=True)

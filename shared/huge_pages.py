@@ -77,8 +77,7 @@ def probe_place(directory: Path) -> Place:
         fs = _fs_of(real)
         if fs not in ("tmpfs", "hugetlbfs"):
             return Place(directory, "", 0, False, f"{directory} is not in a memory file system (tmpfs or hugetlbfs)")
-        found = os.statvfs(real)
-        free = _free_pool_bytes() if fs == "hugetlbfs" else found.f_bavail * found.f_frsize
+        free = free_room(real, fs)
         if free < HUGE_PAGE:
             return Place(directory, fs, free, False, f"{directory} has no free room")
         fd = os.open(real, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
@@ -120,6 +119,14 @@ def huge_bytes(address: int, n_bytes: int) -> tuple[int, int]:
                 huge += int(value.split()[0]) * 1024
                 present += int(value.split()[0]) * 1024
     return huge, present
+
+
+def free_room(directory: Path, fs: str = "") -> int:
+    """Bytes that files in this directory of a memory file system could still take. Raises OSError."""
+    if (fs or _fs_of(directory)) == "hugetlbfs":
+        return _free_pool_bytes()
+    found = os.statvfs(directory)
+    return found.f_bavail * found.f_frsize
 
 
 def _free_pool_bytes() -> int:

@@ -8,11 +8,17 @@ from pathlib import Path
 
 import click
 
-from cli.doctor import budget, drive, pages, processor
+from cli.doctor import budget, drive, memory, pages, processor
 from cli.doctor.finding import Case, Finding
 from shared.container.reader import Container
 
-SUBJECTS: tuple[Callable[[Case], list[Finding]], ...] = (processor.look, budget.look, pages.look, drive.look)
+SUBJECTS: tuple[Callable[[Case], list[Finding]], ...] = (
+    processor.look,
+    budget.look,
+    pages.look,
+    memory.look,
+    drive.look,
+)
 """In the order in which they are shown."""
 
 

@@ -8,10 +8,12 @@ uses at that moment: they follow within the layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from services.expert_io.slots import Slot, SlotTable
 from shared.config import GroupConfig, read_budget, write_budget
 from shared.errors import CapacityError
+from shared.huge_pages import free_room
 from shared.ledger import change_budget
 from shared.memory_probe import probe_memory
 from shared.messages.control import Ram, RamWanted
@@ -67,7 +69,10 @@ class Budget:
         cancel: Callable[[Slot], None],
     ) -> None:
         config = self._config
-        n_slots = self._slots_of(n_bytes, table.n_used, probe_memory().available_bytes)
+        free_bytes = probe_memory().available_bytes
+        if config.huge_dir is not None:
+            free_bytes = min(free_bytes, free_room(Path(config.huge_dir)))
+        n_slots = self._slots_of(n_bytes, table.n_used, free_bytes)
         n_slots = min(n_slots, len(table.slots))
         write_budget(config, n_bytes)
         self._bytes, self.n_slots = n_bytes, n_slots

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from cli.doctor import budget, command, drive, pages, processor
+from cli.doctor import budget, command, drive, memory, pages, processor
 from cli.doctor.finding import Case
 from shared.drive import BUFFERED, DEFAULT, DriveProfile, Mount, profile_of
+from shared.huge_pages import SHM_DIR, Place
 from shared.memory_probe import MemoryProbe
+from shared.warm_sets import WarmSet
 
 GIB = 1 << 30
 HERE = Mount("8:1", "ext4", "/data", 10**12)
@@ -54,6 +57,24 @@ def test_huge_pages(text: str, verdict: str, word: str, tmp_path: Path) -> None:
     file.write_text(text + "\n")
     [found] = pages.look(Case(None, root=tmp_path))
     assert found.verdict == verdict and word in found.advice
+
+
+def test_warm_restart_names_the_mode_and_the_commands_that_enable_it() -> None:
+    shm = Place(SHM_DIR, "tmpfs", 20 * GIB, is_huge=False)
+    [found] = memory.judge([shm], 20 * GIB, "always within_size advise [never] deny force", [])
+    assert (found.verdict, found.facts["mode"]) == ("fair", "private")
+    assert found.advice == "echo advise | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    assert "/etc/tmpfiles.d" in found.details[0] and "huge=always" in found.details[1]
+    small = replace(shm, free_bytes=GIB)
+    [found] = memory.judge([small], 20 * GIB, "[never]", [])  # no setting helps where there is no room
+    assert "mount -t tmpfs -o huge=always,mode=1777,size=16g" in found.advice and "/etc/fstab" in found.details[0]
+    assert "hugetlbfs" in found.details[1]
+    [found] = memory.judge([replace(small, is_huge=True)], 20 * GIB, "[advise]", [])
+    assert found.verdict == "fair" and found.advice == "sudo mount -o remount,size=16g /dev/shm"
+    kept = WarmSet(SHM_DIR, "0123456789abcdef", n_bytes=3 * GIB, kept_at=1, label="GLM")
+    good, warm = memory.judge([replace(shm, is_huge=True)], 20 * GIB, "[advise]", [kept])
+    assert good.verdict == "good" and "/dev/shm" in good.found
+    assert "3.0 GiB in /dev/shm kept warm for model GLM" in warm.found and "--drop-warm" in warm.advice
 
 
 def test_io_uring_says_why_not() -> None:
