@@ -60,12 +60,12 @@ void cb_reader_free(cb_reader *reader)
     pthread_mutex_lock(&reader->lock);
     reader->stop = true;
     cb_engine_wake(reader);
-    pthread_cond_broadcast(&reader->hash_work);
+    pthread_cond_broadcast(&reader->help_work);
     pthread_mutex_unlock(&reader->lock);
     for (int i = 0; i < reader->n_threads; i++)
         pthread_join(reader->thread[i], NULL);
-    for (int i = 0; i < reader->n_hashers; i++)
-        pthread_join(reader->hasher[i], NULL);
+    for (int i = 0; i < reader->n_helpers; i++)
+        pthread_join(reader->helper[i], NULL);
     cb_uring_close(reader);
     free_list(&reader->pending[0]);
     free_list(&reader->pending[1]);
@@ -74,7 +74,7 @@ void cb_reader_free(cb_reader *reader)
     if (reader->event_fd >= 0)
         close(reader->event_fd);
     pthread_cond_destroy(&reader->work);
-    pthread_cond_destroy(&reader->hash_work);
+    pthread_cond_destroy(&reader->help_work);
     pthread_mutex_destroy(&reader->lock);
     free(reader);
 }
@@ -104,7 +104,7 @@ cb_reader *cb_reader_new(int engine, int depth, int64_t piece_bytes, int64_t spe
     reader->event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     pthread_mutex_init(&reader->lock, NULL);
     pthread_cond_init(&reader->work, NULL);
-    pthread_cond_init(&reader->hash_work, NULL);
+    pthread_cond_init(&reader->help_work, NULL);
     bool has_ring = engine == CB_READ_URING && cb_uring_open(reader) == 0;
     reader->engine = has_ring ? CB_READ_URING : CB_READ_THREADS;
     /* Signals belong to the process's main thread. */
@@ -112,7 +112,7 @@ cb_reader *cb_reader_new(int engine, int depth, int64_t piece_bytes, int64_t spe
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     bool ok = reader->event_fd >= 0 &&
-              start_threads(reader, CB_READ_HASHERS, cb_hasher, reader->hasher, &reader->n_hashers) &&
+              start_threads(reader, CB_READ_HELPERS, cb_helper, reader->helper, &reader->n_helpers) &&
               start_threads(reader, has_ring ? 1 : depth, has_ring ? cb_uring_engine : cb_thread_engine,
                             reader->thread, &reader->n_threads);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -169,6 +169,7 @@ int cb_reader_submit(cb_reader *reader, uint64_t tag, int fd, int64_t offset, in
     if (!is_taken) {
         cb_list_append(&reader->pending[priority], r);
         cb_engine_wake(reader);
+        cb_prepare_later(reader, r);
     }
     pthread_mutex_unlock(&reader->lock);
     if (is_taken)

@@ -2,7 +2,7 @@
  *
  *   reader.c          the handle: submit, promote, cancel, take, counters
  *   reader_queue.c    the lists: which part is next, what becomes of one that ended, how a faulty read goes on
- *   reader_hash.c     checksums, part by part as they land, on threads of their own: they never keep the drive waiting
+ *   reader_help.c     checksums as parts land, and pages for parts to come, on threads of their own
  *   reader_threads.c  engine: `depth` threads in pread(2)
  *   reader_uring.c    engine: one thread with `depth` reads in an io_uring
  *
@@ -20,7 +20,7 @@
 #include <stdbool.h>
 
 #define CB_READ_MAX_DEPTH 64
-#define CB_READ_HASHERS 2
+#define CB_READ_HELPERS 2
 #define CB_SECTOR 4096
 
 typedef struct read_request {
@@ -31,7 +31,9 @@ typedef struct read_request {
     int fd, priority, want_checksum;
     int in_flight;     /* parts at which an engine is */
     bool is_landed;    /* no part will be read any more */
-    bool is_hashing;   /* a hasher has it or will have it */
+    bool is_hashing;   /* a thread takes its checksum, or a helper will */
+    int n_helping;     /* helpers at its pages */
+    int64_t prepared;  /* bytes whose pages are there or not worth it */
     struct read_request *next_to_hash;
     cb_hash64_state hash;
     int32_t n_parts, n_hashed;
@@ -67,11 +69,11 @@ struct cb_uring;
 
 struct cb_reader {
     pthread_mutex_t lock;
-    pthread_cond_t work, hash_work;
-    pthread_t thread[CB_READ_MAX_DEPTH], hasher[CB_READ_HASHERS];
-    int n_threads, n_hashers;
+    pthread_cond_t work, help_work;
+    pthread_t thread[CB_READ_MAX_DEPTH], helper[CB_READ_HELPERS];
+    int n_threads, n_helpers;
     int engine, depth, event_fd, n_in_flight;
-    bool stop;
+    bool stop, cannot_prepare;
     int64_t piece_bytes[2], busy_since; /* by priority */
     request_list pending[2];            /* bytes are missing, by priority */
     request_list landed;                /* only the checksum is missing */
@@ -98,12 +100,14 @@ read_range cb_part_range(const read_part *part);
 /* Takes in what the system said (bytes, or -errno). PART_GOES_ON_LATER: after *delay_ns. */
 part_state cb_part_result(read_part *part, int64_t result, int64_t *delay_ns);
 
-/* ---- hashing ---- */
+/* ---- helpers ---- */
 /* Hashes what is there and next in line, here and now; under the lock, which it leaves meanwhile. */
 void cb_hash_parts(cb_reader *reader, read_request *r);
-/* Has a hasher do so. */
+/* Has a helper do so. */
 void cb_hash_later(cb_reader *reader, read_request *r);
-void *cb_hasher(void *reader);
+/* A new request's pages may be new. */
+void cb_prepare_later(cb_reader *reader, const read_request *r);
+void *cb_helper(void *reader);
 
 /* ---- engines ---- */
 void *cb_thread_engine(void *reader);

@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 #define MAX_RETRIES 3
-/* A part of this size is hashed where it landed: waking a hasher would take longer. */
+/* A part of this size is hashed where it landed: waking a helper would take longer. */
 #define HASH_HERE_BYTES (128 << 10)
 
 int64_t cb_now_ns(void)
@@ -150,7 +150,7 @@ void cb_queue_settle(cb_reader *reader, read_request *r)
             cb_engine_wake(reader); /* speculative reads may go on */
     }
     bool is_hashed = !r->want_checksum || r->done.error || r->done.cancelled || r->n_hashed == r->n_parts;
-    if (r->is_hashing || !is_hashed)
+    if (r->is_hashing || r->n_helping > 0 || !is_hashed)
         return;
     cb_list_unlink(&reader->landed, r);
     finish(reader, r);

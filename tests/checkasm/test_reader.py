@@ -6,6 +6,7 @@ import ctypes
 import errno
 import functools
 import os
+import re
 import select
 import subprocess
 import sys
@@ -560,3 +561,55 @@ def test_many_reads_under_promote_and_cancel_each_come_back_once(
         assert reader.counters().n_reads == n
     assert sorted(d.tag for d in seen) == list(range(n))
     assert all(d.cancelled or (d.error == 0 and d.bytes == d.wanted and d.checksum) for d in seen)
+
+
+def test_new_memory_is_made_ready_ahead_of_the_reads_and_holds_the_right_bytes(
+    open_reader: OpenReader, tmp_path: Path
+) -> None:
+    """Pages of a large target are there before its parts are read; what has landed is not touched again."""
+    n = 24 << 20
+    path = tmp_path / "large"
+    path.write_bytes(np.random.default_rng(5).integers(0, 256, n, np.uint8).tobytes())
+    expected = hash64(path.read_bytes())
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for _ in range(3):
+            with HugeBuffer(2 * n) as fresh, open_reader(2, 1 << 20) as reader:
+                reader.submit(1, fd, 0, n, fresh.address, checksum=True)
+                reader.submit(2, fd, 0, n, fresh.address + n, speculative=True)
+                done = {d.tag: d for d in collect(reader, 2)}
+                assert (done[1].error, done[1].checksum, done[2].error) == (0, expected, 0)
+                assert hash64(fresh.array[:n]) == hash64(fresh.array[n:]) == expected
+    finally:
+        os.close(fd)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def populates() -> bool:
+    """Whether this kernel makes pages ready when asked to (Linux 5.14)."""
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int(re.sub(r"\D.*", "", minor))) >= (5, 14)
+
+
+@pytest.mark.skipif(not populates(), reason="older than Linux 5.14")
+def test_waiting_reads_find_their_pages_while_the_first_is_held_up(
+    open_reader: OpenReader, disk: Disk, tmp_path: Path
+) -> None:
+    n = 16 << 20
+    path = tmp_path / "large"
+    path.write_bytes(bytes(n))
+    fd = os.open(path, os.O_RDONLY)
+    disk.gate.clear()
+    try:
+        with HugeBuffer(2 * n) as fresh, open_reader(1, 1 << 20) as reader:
+            before = resident_bytes()
+            reader.submit(1, fd, 0, n, fresh.address)
+            reader.submit(2, fd, 0, n, fresh.address + n)
+            wait_until(lambda: resident_bytes() - before > 1.8 * n, "pages ahead of the reads")
+            disk.gate.set()
+            assert [d.error for d in collect(reader, 2)] == [0, 0]
+    finally:
+        os.close(fd)
