@@ -177,6 +177,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         drive_bytes_s=int(drive.ceiling),
         mirrors=mirrors,
         huge_dir=warm.huge_dir,
+        embedding_on_disk=ledger.embedding_on_disk,
     )
     return Plan(config, container.spec, ledger, warm.adopts, warm.notes)
 

@@ -64,6 +64,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Append the gates' choices to this trace file, for ``colibri cache-sim``."""
     direct_io: Literal["auto", "on", "off"] = "auto"
     """Whether experts are read past the page cache."""
+    embedding: Literal["auto", "memory", "disk"] = "auto"
+    """Where the embedding table lies; auto: on disk where its memory is better spent on expert slots."""
     mirror: tuple[str, ...] = ()
     """Directories on other drives that hold copies of expert files (docs/store.md)."""
     huge_dir: str = "auto"
@@ -136,6 +138,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Directories with further copies of expert files."""
     huge_dir: str | None = None
     """Directory of the named memory; None: every process keeps its weights in private memory."""
+    embedding_on_disk: bool = False
+    """attention reads the embedding's rows from the container when it needs them."""
 
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)

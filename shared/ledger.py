@@ -54,6 +54,8 @@ _PROCESS_BYTES = {
 """Interpreter, libraries, sockets, counters: resident memory of an idle process, 28 to 44 MiB measured on Linux x86-64."""
 
 _TOKENIZER_BYTES_PER_ENTRY = 1000
+_FEW_SLOTS = 0.25
+"""Of the experts: with fewer, the embedding's memory is better spent on slots. A token reads one row of it, a few kilobytes."""
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +79,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     n_kv_blocks: int
     n_frames: int
     logit_rows: int
+    embedding_on_disk: bool = False
 
     @property
     def total_bytes(self) -> int:
@@ -125,7 +128,7 @@ def make_ledger(
     for n_drafts in _draft_candidates(spec, settings):
         is_last = n_drafts == _draft_candidates(spec, settings)[-1]
         try:
-            ledger = _ledger(spec, facts, settings, available_bytes, reservable_bytes, budget, n_drafts, measure, chunk)
+            ledger = _placed(spec, facts, settings, available_bytes, reservable_bytes, budget, n_drafts, measure, chunk)
         except CapacityError:
             if is_last:
                 raise
@@ -169,6 +172,36 @@ def _draft_candidates(spec: ModelSpec, settings: Settings) -> tuple[int, ...]:
     return (DEFAULT_DRAFTS, 0)
 
 
+def _placed(
+    spec: ModelSpec,
+    facts: Facts,
+    settings: Settings,
+    available: int,
+    reservable_bytes: int,
+    budget: int,
+    n_drafts: int,
+    frame_bytes: Callable[..., int],
+    chunk: int,
+) -> Ledger:
+    """With the embedding in memory, or on disk where the model fits only so or where that brings slots and there are few."""
+
+    def made(on_disk: bool) -> Ledger:
+        return _ledger(
+            spec, facts, settings, available, reservable_bytes, budget, n_drafts, frame_bytes, chunk, on_disk
+        )
+
+    if settings.embedding != "auto":
+        return made(settings.embedding == "disk")
+    try:
+        in_memory = made(False)
+    except CapacityError:
+        return made(True)
+    if settings.slots or in_memory.n_slots >= _FEW_SLOTS * in_memory.n_experts:
+        return in_memory
+    on_disk = made(True)
+    return on_disk if on_disk.n_slots > in_memory.n_slots else in_memory
+
+
 def _ledger(
     spec: ModelSpec,
     facts: Facts,
@@ -179,6 +212,7 @@ def _ledger(
     n_drafts: int,
     frame_bytes: Callable[..., int],
     wanted_chunk: int,
+    embedding_on_disk: bool,
 ) -> Ledger:
     n_threads = settings.threads or default_threads()
     n_sequences = settings.max_sequences or DEFAULT_SEQUENCES
@@ -189,7 +223,7 @@ def _ledger(
     min_slots = settings.slots or min(spec.gate_k + 1, n_experts)
 
     fixed = [
-        Line("attention", "dense part: embedding, attention, dense layers, head", facts.dense_bytes),
+        _dense_line(facts, embedding_on_disk),
         Line("router", f"gates of {len(spec.moe_layers)} layers", facts.gate_bytes),
         Line("expert_io", f"shared experts of {len(spec.moe_layers)} layers", facts.shared_bytes),
         Line("expert_io", "read buffers", _READ_BUFFER_BYTES),
@@ -197,8 +231,9 @@ def _ledger(
     ]
     if n_drafts:
         fixed.append(Line("drafter", "MTP layer without its experts", facts.mtp_bytes))
-    fixed.append(Line("router", f"tokenizer of {spec.vocab:,} entries", spec.vocab * _TOKENIZER_BYTES_PER_ENTRY))
-    fixed += [Line(owner, "process", size) for owner, size in _PROCESS_BYTES.items()]
+    if facts.has_tokenizer:
+        fixed.append(Line("router", f"tokenizer of {spec.vocab:,} entries", spec.vocab * _TOKENIZER_BYTES_PER_ENTRY))
+    fixed += [Line(owner, "process", size) for owner, size in _PROCESS_BYTES.items() if owner != "drafter" or n_drafts]
     rest = budget - sum(line.bytes for line in fixed) - min_slots * slot_bytes
 
     def kv_lines(context: int) -> list[Line]:
@@ -224,6 +259,10 @@ def _ledger(
             Line("attention", f"work area of {rows} rows", attention),
             Line("expert_io", f"results of {rows} rows x {spec.gate_k} experts", expert_io),
         ]
+        if embedding_on_disk:
+            lines.append(
+                Line("attention", f"{rows} rows of the embedding, all scales", rows * spec.hidden * 4 + spec.vocab * 4)
+            )
         if n_drafts:
             lines.append(Line("drafter", f"work area of {rows} rows", attention))
         return lines
@@ -264,7 +303,16 @@ def _ledger(
         n_kv_blocks=n_sequences * blocks_for(context),
         n_frames=N_FRAMES,
         logit_rows=rows if settings.record_logits else n_sequences * (1 + n_drafts),
+        embedding_on_disk=embedding_on_disk,
     )
+
+
+def _dense_line(facts: Facts, embedding_on_disk: bool) -> Line:
+    """While attention starts, it reads an embedding that stays on disk once, to verify it."""
+    if not embedding_on_disk:
+        return Line("attention", "dense part: embedding, attention, dense layers, head", facts.dense_bytes)
+    n_bytes = max(facts.dense_bytes - facts.embed_bytes, facts.embed_bytes)
+    return Line("attention", "dense part: attention, dense layers, head", n_bytes)
 
 
 def share_out_slots(

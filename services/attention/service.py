@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from native.attention import AttnStep, attn_forward, embed
+from native.attention import AttnStep, attn_forward
 from native.kernels import ffn_forward, linear, rmsnorm
 from native.library import NativeError, Pool, address, dispatch_text
 from services.attention.weights import DenseWeights
 from shared.big_memory import Home
 from shared.counters import Counters
+from shared.errors import ContainerError
 from shared.frame import Frame, FrameSet, frame_dims
 from shared.kv_layout import kv_layout
 from shared.lifecycle import Service, ServiceContext
@@ -49,7 +50,9 @@ class AttentionService(Service):
         self._bus = ctx.bus
         config = ctx.config
         ctx.set_stage("load dense part")
-        self._weights = weights = DenseWeights(Path(config.model_dir), Home.of(config, ctx.log))
+        self._weights = weights = DenseWeights(
+            Path(config.model_dir), Home.of(config, ctx.log), embedding_on_disk=config.embedding_on_disk
+        )
         self._spec = spec = weights.spec
         self._pool = Pool(config.n_threads)
         self._kv_segment = Segment.attach(config.run_id, "kv")
@@ -138,6 +141,9 @@ class AttentionService(Service):
             self._advance(self._run, frame)
         except NativeError as error:
             self._fail(error)
+        except ContainerError as error:
+            self._ctx.log.error("embedding_read_failed", reason=str(error))
+            self._fail(error, "embedding_read_failed")
 
     def _on_mixed(self, msg: Mixed) -> None:
         run = self._run
@@ -154,10 +160,10 @@ class AttentionService(Service):
         except NativeError as error:
             self._fail(error)
 
-    def _fail(self, error: NativeError) -> None:
+    def _fail(self, error: Exception, code: str = "kernel_failed") -> None:
         run, self._run = self._run, None
         if run:
-            self._bus.post("router", LayerFailed(run.plan.step, run.layer, -1, "kernel_failed", str(error)))
+            self._bus.post("router", LayerFailed(run.plan.step, run.layer, -1, code, str(error)))
 
     # -- layers ----------------------------------------------------------------------------------------------
 
@@ -206,5 +212,4 @@ class AttentionService(Service):
         self._counters.add("heads", n_logits)
 
     def _embed(self, frame: Frame, n_rows: int, out: np.ndarray) -> None:
-        table = self._weights.embedding
-        embed(table.weight, table.scale, table.format, frame.token[:n_rows], out[:n_rows])
+        self._weights.embed(frame.token[:n_rows], out[:n_rows])

@@ -4,21 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
+from native.attention import embed
 from native.kernels import Ffn
 from native.matrix import ACT_F32
+from native.memory import HugeBuffer
 from shared.big_memory import DENSE, Home
 from shared.container.format import owner_of
 from shared.container.reader import Container
+from shared.container.table import TableOnDisk
 from shared.layer_weights import DensePart, attn_layer_of, ffn_of, matrix_of
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class DenseWeights:
     """All structs that the forward pass needs, and the memory below them."""
 
-    def __init__(self, model_dir: Path, home: Home | None = None) -> None:
+    def __init__(self, model_dir: Path, home: Home | None = None, *, embedding_on_disk: bool = False) -> None:
         container = Container.open(model_dir, with_copies=False)
         self.spec = spec = container.spec
-        self._part = DensePart(container, lambda entry: owner_of(entry.name, spec) == "dense", DENSE, home)
+        # First, because verifying it takes memory that is not needed afterwards.
+        self._table = _table_on_disk(container) if embedding_on_disk else None
+        self._part = DensePart(
+            container,
+            lambda entry: owner_of(entry.name, spec) == "dense" and not (embedding_on_disk and entry.name == EMBEDDING),
+            DENSE,
+            home,
+        )
         tensors = self._part.tensors
         self.layers = [attn_layer_of(spec, i, tensors) for i in range(spec.n_layers)]
         self.dense_ffn: dict[int, Ffn] = {
@@ -26,7 +40,19 @@ class DenseWeights:
         }
         self.final_norm = tensors["model.norm.weight"].weight
         self.head = matrix_of(tensors["lm_head.weight"], ACT_F32)
-        self.embedding = tensors["model.embed_tokens.weight"]
+        self._embedding = tensors.get(EMBEDDING)
+
+    def embed(self, tokens: np.ndarray, out: np.ndarray) -> None:
+        """out f32[T, D]: the embeddings of token ids i32[T], the same bits wherever the table lies.
+
+        NativeError for an id that is none, ContainerError when a row can't be read.
+        """
+        if self._table is not None:
+            rows, scale = self._table.rows(tokens)
+            embed(rows, scale, self._table.format, np.arange(len(tokens), dtype=np.int32), out)
+            return
+        assert self._embedding is not None
+        embed(self._embedding.weight, self._embedding.scale, self._embedding.format, tokens, out)
 
     @property
     def n_bytes(self) -> int:
@@ -39,3 +65,15 @@ class DenseWeights:
     def close(self) -> None:
         """Gives the memory back; the structs are invalid from here on."""
         self._part.close()
+        if self._table is not None:
+            self._table.close()
+
+
+def _table_on_disk(container: Container) -> TableOnDisk:
+    buffers: list[HugeBuffer] = []
+
+    def allocate(n_bytes: int) -> np.ndarray:
+        buffers.append(HugeBuffer(n_bytes))
+        return buffers[0].array
+
+    return TableOnDisk(container, EMBEDDING, allocate, lambda: buffers.pop().close())

@@ -190,6 +190,8 @@ class Facts(msgspec.Struct, frozen=True):
     """The MTP layer without gate and shared expert."""
     record_bytes: tuple[int, ...]
     """Of each MoE layer, ascending."""
+    has_tokenizer: bool = True
+    """A model of random weights has none."""
 
 
 def check_precision(precision: Mapping[str, str]) -> None:

@@ -174,7 +174,8 @@ class Container:
 
     def facts(self) -> Facts:
         """Bytes by owner, for the ledger."""
-        return plan_facts(self.spec, plan_container(self.spec, self.precision))
+        facts = plan_facts(self.spec, plan_container(self.spec, self.precision))
+        return msgspec.structs.replace(facts, has_tokenizer=(self.path / "tokenizer.json").is_file())
 
     def read_dense(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -48,6 +50,27 @@ def test_a_lost_peer_costs_time_only(victim: str, n_drafts: int, converted: Conv
             assert ring.answers["r"].tokens == expected
             done = ring.answers["r"].done
             assert done is not None and done.reason == "length"
+
+
+def test_a_row_of_the_embedding_that_cannot_be_read_ends_one_request(
+    converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = converted(NAME, "int4"), prompt_of()
+    with Ring(model, tmp_path, embedding_on_disk=True) as ring:
+        expected = ring.generate(prompt, 3).tokens
+        with monkeypatch.context() as patch:
+            patch.setattr("os.preadv", _fail_to_read)
+            ring.submit("broken", prompt, max_tokens=3, ignore_eos=True)
+            ring.run()
+        done = ring.answers["broken"].done
+        assert done is not None and done.reason == "error"
+        assert done.error_code == "embedding_read_failed"
+        assert "model.embed_tokens.weight" in done.error
+        assert ring.generate(prompt, 3).tokens == expected
+
+
+def _fail_to_read(*_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_a_step_that_ends_its_peers_each_time_is_given_up(converted: Converted, tmp_path: Path) -> None:

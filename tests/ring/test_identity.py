@@ -29,6 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "pilot at random": {"pilot": "random", "n_slots": "half"},
     "drafts": {"n_drafts": 1},
     "3 drafts": {"n_drafts": 3},
+    "embedding on disk": {"embedding_on_disk": True, "n_drafts": 1},
     "shuffled messages": {"shuffle": 7},
     "everything at once": {
         "n_slots": "least",
@@ -37,6 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "pilot": "random",
         "cache_policy": "lru",
         "n_drafts": 2,
+        "embedding_on_disk": True,
         "shuffle": 11,
     },
 }

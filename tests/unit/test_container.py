@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -287,7 +288,12 @@ def test_a_good_container_opens(finished: Path) -> None:
 def test_facts_agree_with_the_files(finished: Path) -> None:
     container = Container.open(finished)
     facts = container.facts()
-    assert facts == plan_facts(container.spec, plan_container(container.spec, PRECISIONS["int4"]))
+    planned = plan_facts(container.spec, plan_container(container.spec, PRECISIONS["int4"]))
+    assert (planned.has_tokenizer, facts.has_tokenizer) == (
+        True,
+        False,
+    )  # a plan is of a real model, this has random weights
+    assert facts == msgspec.structs.replace(planned, has_tokenizer=False)
     total = facts.dense_bytes + facts.gate_bytes + facts.shared_bytes + facts.mtp_bytes
     in_memory = (n for entry in container.dense.values() for n in (entry.bytes, entry.scale_bytes))
     assert total == sum(-(-n_bytes // 64) * 64 for n_bytes in in_memory)

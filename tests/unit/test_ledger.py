@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared.config import Settings
@@ -17,6 +18,7 @@ from shared.ledger import BUDGET_SHARE, Ledger, make_ledger
 from shared.memory_probe import probe_memory
 from shared.model_spec import ModelSpec
 
+MIB = 1 << 20
 GIB = 1 << 30
 
 
@@ -140,7 +142,7 @@ def test_context_has_a_sensible_default() -> None:
 def test_refusal_shows_the_arithmetic() -> None:
     spec, facts = model("glm-5.2", 4)
     with pytest.raises(CapacityError) as caught:
-        ledger(spec, facts, 3 * GIB)
+        ledger(spec, facts, 2 * GIB)
     text = str(caught.value)
     assert "does not fit" in text
     assert "Give more memory" in text
@@ -150,8 +152,54 @@ def test_refusal_shows_the_arithmetic() -> None:
     rows = [int(size.replace(",", "")) for _, size in re.findall(r"^(\w+) .*? ([\d,]+)$", text, re.MULTILINE)]
     assert sum(rows[:-3]) == numbers["sum"]
     assert numbers["sum"] - numbers["budget"] == numbers["missing"] > 0
-    assert f"{facts.dense_bytes:,}" in text
+    assert f"{facts.dense_bytes - facts.embed_bytes:,}" in text  # it does not fit with the embedding on disk either
     assert "9 expert slots" in text
+
+
+def test_the_embedding_stays_on_disk_where_there_are_few_slots() -> None:
+    """A token reads one row of it: its memory is a few more slots. Never against what was asked for."""
+    spec, facts = model("glm-5.2", 4)
+    same: dict[str, Any] = {"max_context": 2048, "prefill_chunk": 64}
+    few, many = (ledger(spec, facts, size * GIB, **same) for size in (4, 12))
+    assert (few.embedding_on_disk, many.embedding_on_disk) == (True, False)
+    assert many.n_slots >= many.n_experts / 4
+    kept = ledger(spec, facts, 4 * GIB, embedding="memory", **same)
+    assert not kept.embedding_on_disk
+    assert few.n_slots - kept.n_slots == pytest.approx(facts.embed_bytes / few.slot_bytes, abs=1)
+    assert ledger(spec, facts, 12 * GIB, embedding="disk").embedding_on_disk
+    assert not ledger(spec, facts, 12 * GIB, slots=10).embedding_on_disk
+    for made in (few, many, kept):
+        assert made.total_bytes <= made.budget_bytes
+
+
+def test_an_embedding_that_is_most_of_the_model_needs_its_memory_while_it_is_verified() -> None:
+    spec, facts = model("tiny", 4)
+    facts = msgspec.structs.replace(facts, dense_bytes=1000 * MIB, embed_bytes=900 * MIB)
+    made = ledger(spec, facts, 8 * GIB, embedding="disk")
+    assert next(line.bytes for line in made.lines if line.what.startswith("dense part")) == 900 * MIB
+
+
+def test_two_gib_hold_four_layers_of_glm_5_2() -> None:
+    """Without a tokenizer, as made-up models are: nine slots are left."""
+    spec, facts = model("glm-5.2", 4)
+    facts = msgspec.structs.replace(facts, has_tokenizer=False)
+    settings: dict[str, Any] = {"draft": "off", "max_sequences": 1, "max_context": 96, "ram_bytes": 1990 * MIB}
+    made = ledger(spec, facts, 2 * GIB, **settings)
+    assert made.embedding_on_disk
+    assert made.n_slots >= spec.gate_k + 1
+    with pytest.raises(CapacityError, match="does not fit"):
+        ledger(spec, facts, 2 * GIB, embedding="memory", **settings)
+
+
+def test_who_does_not_run_needs_no_memory() -> None:
+    spec, facts = model("glm-5.2", 4, mtp=True)
+    without, with_drafts = (ledger(spec, facts, 64 * GIB, draft=draft) for draft in ("off", 2))
+    assert not [line for line in without.lines if line.owner == "drafter"]
+    assert {"process", "MTP layer without its experts"} <= {
+        line.what for line in with_drafts.lines if line.owner == "drafter"
+    }
+    bare = ledger(spec, msgspec.structs.replace(facts, has_tokenizer=False), 64 * GIB)
+    assert not [line for line in bare.lines if line.what.startswith("tokenizer")]
 
 
 def test_slots_that_do_not_fit() -> None:

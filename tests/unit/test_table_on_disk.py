@@ -1,0 +1,78 @@
+"""An embedding without memory of its own: the stored bits of each row, and sentences for what can go wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from native.library import NativeError
+from shared.container.reader import Container, aligned_buffer
+from shared.container.synth import Synthesis, preset_config
+from shared.container.table import TableOnDisk
+from shared.errors import ChecksumMismatch, ContainerError
+
+NAME = "model.embed_tokens.weight"
+
+
+@pytest.fixture(params=["int4", "f32"])
+def container(request: pytest.FixtureRequest, tmp_path: Path) -> Container:
+    """int4 has an int8 table with scales, f32 one without."""
+    Synthesis(preset_config("tiny", 2), request.param).run(tmp_path / "model", n_threads=1)
+    return Container.open(tmp_path / "model")
+
+
+def opened(container: Container) -> TableOnDisk:
+    return TableOnDisk(container, NAME, aligned_buffer, lambda: None)
+
+
+def test_rows_are_those_of_the_table_in_memory(container: Container) -> None:
+    whole = container.read_dense({NAME}, aligned_buffer)[NAME]
+    table = opened(container)
+    ids = np.array([0, 1023, 7, 7, 512], np.int32)
+    rows, scale = table.rows(ids)
+    assert table.format == whole.format
+    assert rows.dtype == whole.weight.dtype
+    assert np.array_equal(rows, whole.weight[ids])
+    assert (scale is None) == (whole.scale is None)
+    if scale is not None and whole.scale is not None:
+        assert np.array_equal(scale, whole.scale[ids])
+    assert table.rows(ids[:0])[0].shape == (0, 64)
+    table.close()
+
+
+def test_its_memory_is_given_back_before_anything_is_asked(container: Container) -> None:
+    said = []
+    table = TableOnDisk(container, NAME, aligned_buffer, lambda: said.append("free"))
+    assert said == ["free"]
+    table.close()
+
+
+@pytest.mark.parametrize("bad", [-1, 1024])
+def test_an_id_that_is_none_is_refused(container: Container, bad: int) -> None:
+    table = opened(container)
+    with pytest.raises(NativeError, match="vocabulary of 1024"):
+        table.rows(np.array([0, bad], np.int32))
+    table.close()
+
+
+def test_a_file_that_shrank_is_said(container: Container) -> None:
+    table = opened(container)
+    entry = container.dense[NAME]
+    with entry.file.open("r+b") as file:
+        file.truncate(entry.offset + 100)
+    with pytest.raises(ContainerError, match=f"{NAME} ends before"):
+        table.rows(np.array([1000], np.int32))
+    table.close()
+
+
+def test_a_damaged_table_is_refused_when_it_is_opened(container: Container) -> None:
+    entry = container.dense[NAME]
+    with entry.file.open("r+b") as file:
+        file.seek(entry.offset + 5)
+        byte = file.read(1)
+        file.seek(entry.offset + 5)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(ChecksumMismatch, match=NAME):
+        opened(container)
