@@ -96,7 +96,7 @@ class PilotTrial:
         self._durations: dict[bool, list[int]] = {True: [], False: []}
 
     def visited(self, duration_ns: int) -> None:
-        """A visit of decode rows ended; it took so long from the hidden rows to the mixed ones."""
+        """A visit of decode rows ended, so long after the one before it in its step."""
         if self._rest_left:
             self._rest_left -= 1
             if not self._rest_left:
