@@ -191,13 +191,15 @@ class _Reading:
 
 def _fault(chunk: _Chunk, done: ReadDone) -> Exception:
     """What went wrong with a chunk, and which tensor lacks bytes because of it."""
-    end = os.fstat(chunk.fd).st_size if done.error == errno.ENODATA else chunk.offset + done.bytes
-    part = next((part for part in chunk.run.parts if part.offset + part.n_bytes > end), chunk.run.parts[-1])
-    if done.error == errno.ENODATA:
+    size = os.fstat(chunk.fd).st_size
+    part = next((part for part in chunk.run.parts if part.offset + part.n_bytes > size), None)
+    if done.error == errno.ENODATA and part:
         return ShortRead(
             f"{part.file}: {part.what} needs {part.n_bytes:,} bytes at offset {part.offset:,}, the file ends after "
-            f"{max(0, end - part.offset):,}. Copy the container again."
+            f"{max(0, size - part.offset):,}. Copy the container again."
         )
+    at = chunk.offset + done.bytes
+    part = next((part for part in chunk.run.parts if part.offset + part.n_bytes > at), chunk.run.parts[-1])
     return ContainerError(
         f"{part.file}: {part.what} can't be read at offset {part.offset:,}: {os.strerror(done.error)} (expected "
         f"{chunk.n_bytes:,} bytes at {chunk.offset:,}, received {done.bytes:,})."
