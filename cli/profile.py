@@ -19,6 +19,7 @@ import numpy as np
 
 from cli.client import make_streams_safe, open_session, write_text
 from cli.profile_report import Facts, Report, analyse, as_json, chrome_trace, format_report
+from cli.profile_storage import StoreFacts
 from cli.run import parse_ids, read_prompt, request_of
 from shared.client import Answer, Client, ask_status, find_group
 from shared.config import FROZEN_NAME, load_frozen
@@ -86,6 +87,7 @@ class Profiler:
                 }
                 for service, cells in after.items()
             },
+            store=self._store_facts(after.get(EXPERT_IO, {}).get("slots", 0)),
             n_lost=self._n_lost,
         )
         if io is not None and self._io is not None and io[0] == self._io[0]:
@@ -96,6 +98,17 @@ class Profiler:
         assert self._ring is not None
         self.rows = np.concatenate(self._blocks) if self._blocks else np.zeros(0, self._ring.dtype)
         return analyse(self.rows, facts)
+
+    def _store_facts(self, n_slots: int) -> StoreFacts:
+        config = self._config
+        return StoreFacts(
+            drive_bytes_s=config.drive_bytes_s,
+            is_buffered=config.direct_io == "off",
+            pilot=config.pilot,
+            slot_bytes=config.slot_bytes,
+            n_experts=config.n_experts,
+            n_slots=n_slots,
+        )
 
     def _collect(self) -> None:
         while not self._stop.wait(POLL_S):

@@ -21,6 +21,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from cli.profile_storage import ReadFacts, StoreFacts, of_ceiling, rate_text
+from cli.profile_storage import advice as storage_advice
 from shared.counters import CELLS
 from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
 from shared.stages import NO_LAYER, Stage, StepKind, unpack_found
@@ -38,7 +40,7 @@ _ORDER: Final = {ATTENTION: 0, DRAFTER: 1, EXPERT_IO: 2, ROUTER: 4}
 _GROUPS: Final[dict[str, tuple[str, str]]] = {
     "storage": (
         "waiting for experts from storage",
-        "More slots (memory), a better prefetch or a faster drive would help most.",
+        "",  # profile_storage knows
     ),
     "experts": ("computing experts", "Faster cores or more threads for expert_io would help most."),
     "attention": ("attention, dense layers and the head", "Faster cores or a shorter context would help most."),
@@ -126,6 +128,7 @@ class Facts:
     counters: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     kernel_read_bytes: int | None = None
     """``read_bytes`` of /proc/<expert_io>/io."""
+    store: StoreFacts = field(default_factory=StoreFacts)
     n_lost: int = 0
     n_prompt: int = 0
     n_generated: int = 0
@@ -322,16 +325,28 @@ def verdict(report: Report) -> str:
     what, advice = _GROUPS[name]
     when = "decoding" if kind.kind == "decode" else "the time"
     text = f"Bottleneck: {what}, {ns / total:.0%} of {when}."
-    if name == "storage" and report.reads.busy_ns:
-        text = text[:-1] + f" (reads ran at {report.reads.gb_per_s:.2f} GB/s, {_hit_text(report.facts)})."
-        if report.facts.counter(EXPERT_IO, "misses") and not report.facts.counter(EXPERT_IO, "evictions"):
-            advice = "No expert had to leave: the slots are still filling, and the next answers will be faster."
+    if name == "storage":
+        reads, store = _read_facts(report), report.facts.store
+        if reads.busy_ns:
+            text = text[:-1] + f" (reads ran at {rate_text(reads, store)}; {_hit_text(report.facts)})."
+        advice = storage_advice(reads, store)
     if name == "hops":
         median = kind.totals["", HOP].percentile(50) if ("", HOP) in kind.totals else 0.0
         text = text[:-1] + f" ({_time(median)} each in the middle)."
         if median > SLOW_HOP_NS:
             advice = "That is slow for a hop: other work on this machine keeps the processes waiting for a CPU."
     return f"{text} {advice}"
+
+
+def _read_facts(report: Report) -> ReadFacts:
+    return ReadFacts(
+        report.reads.n_reads,
+        report.reads.n_bytes,
+        report.reads.busy_ns,
+        report.all.wall_ns + report.between_ns,
+        report.facts.counter(EXPERT_IO, "misses"),
+        report.facts.counter(EXPERT_IO, "evictions"),
+    )
 
 
 def _hit_text(facts: Facts) -> str:
@@ -369,6 +384,7 @@ def as_json(report: Report) -> dict[str, Any]:
         }
 
     facts = report.facts
+    reads = _read_facts(report)
     return {
         **kind_json(report.all),
         "kinds": {name: kind_json(kind) for name, kind in report.kinds.items()},
@@ -377,6 +393,9 @@ def as_json(report: Report) -> dict[str, Any]:
             "bytes": report.reads.n_bytes,
             "busy_s": report.reads.busy_ns / 1e9,
             "gb_per_s": report.reads.gb_per_s,
+            "busy_share": reads.busy_share,
+            "drive_gb_per_s": facts.store.drive_bytes_s / 1e9 or None,
+            "of_ceiling": of_ceiling(reads, facts.store),
         },
         "between_steps_s": report.between_ns / 1e9,
         "io": {
@@ -516,9 +535,10 @@ def _format_facts(report: Report) -> list[str]:
         line = f"reads:   {_size(counted)} in {facts.counter(EXPERT_IO, 'reads')} reads"
         if reads.busy_ns:
             line += f", storage busy {_time(reads.busy_ns)}"
-            if report.all.wall_ns:
-                line += f" ({min(1.0, reads.busy_ns / (report.all.wall_ns + report.between_ns)):.0%} of the time)"
-            line += f", {reads.gb_per_s:.2f} GB/s"
+            found = _read_facts(report)
+            if found.span_ns:
+                line += f" ({found.busy_share:.0%} of the time)"
+            line += f", {rate_text(found, facts.store)}"
         lines.append(line)
     difference = _io_difference(facts)
     if difference is not None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli.profile_report import Facts, analyse, as_json, chrome_trace, format_report, rates, verdict
+from cli.profile_report import Facts, Report, analyse, as_json, chrome_trace, format_report, rates, verdict
+from cli.profile_storage import ReadFacts, StoreFacts, advice
 from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
 from shared.stages import ROW, Stage, StepKind, TraceRing, pack_found, unpack_found
 
@@ -272,3 +273,54 @@ def test_verdict_tells_slots_that_fill_from_slots_that_are_too_few() -> None:
 
     assert "the slots are still filling" in text(0)
     assert "More slots" in text(3)
+
+
+def storage_bound(n_bytes: int, **store: Any) -> Report:
+    """Four reads within 80 of 100 ms, nearly all of it waited for."""
+    rows = [
+        (ROUTER, Stage.STEP, StepKind.DECODE, 0, 100, 1),
+        (ROUTER, Stage.PLAN, -1, 0, 5),
+        (EXPERT_IO, Stage.IO_WAIT, 1, 6, 94),
+        *[(EXPERT_IO, Stage.IO_READ, 1, 10 + 20 * i, 30 + 20 * i, n_bytes) for i in range(4)],
+        (ATTENTION, Stage.HEAD, -1, 95, 100),
+    ]
+    counters = {EXPERT_IO: {"misses": 4, "hits": 4, "evictions": 4, "bytes_demand": 4 * n_bytes, "reads": 4}}
+    known = {"slot_bytes": 20 << 20, "n_experts": 1000, "n_slots": 100, **store}
+    return analyse(ring_of(rows), Facts(counters=counters, store=StoreFacts(**known)))
+
+
+def test_the_rate_stands_beside_the_drives() -> None:
+    report = storage_bound(40_000_000, drive_bytes_s=2_500_000_000)
+    [line] = [line for line in format_report(report) if line.startswith("reads:")]
+    assert line.endswith("storage busy 80.0 ms (80% of the time), 2.00 GB/s, 80% of the drive's 2.50")
+    reads = as_json(report)["reads"]
+    assert (reads["busy_share"], reads["of_ceiling"]) == (pytest.approx(0.8), pytest.approx(0.8))
+    assert "(reads ran at 2.00 GB/s, 80% of the drive's 2.50; 50% of the experts were there)" in verdict(report)
+    unknown = as_json(storage_bound(40_000_000))["reads"]
+    assert unknown["of_ceiling"] is None and unknown["drive_gb_per_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "store", "words"),
+    [
+        (
+            40_000_000,
+            {"drive_bytes_s": 2_500_000_000},
+            "100 of 1,000 experts fit now, each further GiB of --ram holds 51",
+        ),
+        (40_000_000, {"drive_bytes_s": 4_000_000_000}, "something else uses it"),
+        (400_000, {"drive_bytes_s": 4_000_000_000}, "More slots would help most"),
+        (40_000_000, {"drive_bytes_s": 2_500_000_000, "is_buffered": True}, "through the page cache"),
+        (40_000_000, {"drive_bytes_s": 2_500_000_000, "n_slots": 1000}, "a faster drive would help most"),
+    ],
+)
+def test_verdict_on_storage_names_one_change(n_bytes: int, store: dict[str, Any], words: str) -> None:
+    text = verdict(storage_bound(n_bytes, **store))
+    assert words in text and text.count("would help most") == 1
+
+
+def test_verdict_sends_guesses_into_an_idle_drive() -> None:
+    reads = ReadFacts(4, 160_000_000, 40 * MS, 100 * MS, 4, 4)
+    assert "--pilot on would help most" in advice(reads, StoreFacts(pilot="off"))
+    assert "--pilot" not in advice(reads, StoreFacts(pilot="on"))
+    assert "--pilot" not in advice(ReadFacts(4, 160_000_000, 90 * MS, 100 * MS, 4, 4), StoreFacts(pilot="off"))
