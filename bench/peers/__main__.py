@@ -4,6 +4,8 @@
 
 Writes a GGUF file and a container of random weights into DIR (18 GB each at GLM-5.2's width, four layers), then lets each
 engine run alone with all weights in memory, in turn, at least twice, with the memory's read bandwidth measured in between.
+With --limits 8G,4G,2G the engines decode under these memory limits instead, page cache counted, each from a cold start;
+llama.cpp from a mapped file with the read-ahead found here and with 128 KiB (needs root; restored afterwards).
 Needs the extra `peers` in this environment, or in the one of --llama-python. The best of llama.cpp's settings counts.
 """
 
@@ -23,6 +25,7 @@ from typing import Any
 from bench.group import run_group
 from bench.limits import drop_cache
 from bench.measure import MIB
+from bench.peers import limited
 from bench.peers.engines import Engine, require_llama, run_llama
 from bench.peers.gguf_file import write_gguf
 from bench.peers.report import OURS, Comparison, Rates, as_json, as_text
@@ -31,6 +34,7 @@ from bench.roofline import BenchError
 from native.library import Pool, default_threads
 from native.memory import HugeBuffer
 from native.probe import read_rate
+from shared.config import parse_bytes
 from shared.container.format import INDEX_NAME
 from shared.errors import ColibriError
 
@@ -59,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--modes", type=modes_of, default="mmap,repack", metavar="LIST",
         help="llama.cpp's settings, in turn: mmap (file pages), none (private memory), repack (its own layout)")  # fmt: skip
     add("--ram", help='for our group, e.g. "20G" (default: colibri-up\'s own)')
+    add("--limits", type=limits_of, metavar="LIST", help='decode under memory limits instead, e.g. "8G,4G,2G"')
     add("--llama-python", default=sys.executable, metavar="PATH", help="an interpreter that has llama-cpp-python")
     add("--write-only", action="store_true", help="write the models and stop")
     add("--keep", action="store_true", help="leave the models in --dir")
@@ -72,6 +77,14 @@ def modes_of(text: str) -> list[str]:
     if unknown := set(found) - set(MODES):
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: expected some of {', '.join(MODES)}")
     return found
+
+
+def limits_of(text: str) -> list[int]:
+    """argparse: sizes."""
+    try:
+        return [parse_bytes(part, "--limits") for part in text.split(",")]
+    except ColibriError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 class Run:
@@ -131,7 +144,7 @@ class Run:
         if len(rates) < 2:
             raise BenchError(f"llama.cpp ran with none of the settings {', '.join(modes)}; its words are in {self.log}")
         return Comparison(
-            shape=f"{self.options.shape}, {self.options.layers} layers, {self.options.dense} of them dense",
+            shape=self._shape(),
             head_type=self.options.head_type,
             n_threads=self.n_threads,
             n_prompt=self.options.prompt,
@@ -175,6 +188,26 @@ class Run:
             self.bandwidths += [
                 max(read_rate(pool, plain.array, ahead) for ahead in (False, True)) for _ in range(3)
             ]  # fmt: skip
+
+    def compare_limited(self) -> limited.Comparison:
+        """Under memory limits."""
+        options = self.options
+        setup = limited.Setup(
+            self.gguf, self.container, self.model.spec.vocab, self.n_threads, options.tokens, max(2, options.rounds),
+            options.llama_python, self.log, private_dir,
+        )  # fmt: skip
+        return limited.compare_limited(self._shape(), options.limits, setup, say)
+
+    def report(self) -> tuple[dict[str, Any], str]:
+        """(document, table) of the comparison that was asked for."""
+        if self.options.limits:
+            found = self.compare_limited()
+            return limited.as_json(found), limited.as_text(found)
+        comparison = self.compare()
+        return as_json(comparison), as_text(comparison)
+
+    def _shape(self) -> str:
+        return f"{self.options.shape}, {self.options.layers} layers, {self.options.dense} of them dense"
 
     def _llama_settings(self, mode: str) -> dict[str, Any]:
         options = self.options
@@ -223,14 +256,14 @@ def main() -> int:
         if options.write_only:
             return 0
         try:
-            comparison = run.compare()
+            document, text = run.report()
         finally:
             if not options.keep:
                 run.delete()
     except ColibriError as error:
         say(f"bench.peers: {error}")
         return error.exit_code
-    print(json.dumps(as_json(comparison), indent=1) if options.json else as_text(comparison))
+    print(json.dumps(document, indent=1) if options.json else text)
     return 0
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.group import SHORT_PROMPT
+from bench.group import SHORT_PROMPT, Wrap
 from bench.roofline import BenchError
 from shared.errors import ConfigError
 
@@ -70,11 +70,13 @@ def require_llama(python: str) -> None:
 
 
 @contextmanager
-def run_llama(python: str, settings: dict[str, Any], log: Path) -> Iterator[Llama]:
+def run_llama(
+    python: str, settings: dict[str, Any], log: Path, wrap: Wrap = lambda command: command
+) -> Iterator[Llama]:
     """BenchError when it can't be started or breaks off, with its last words."""
     with log.open("a") as words:
         process = subprocess.Popen(
-            [python, str(LLAMA), json.dumps(settings)],
+            wrap([python, str(LLAMA), json.dumps(settings)]),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True,
         )  # fmt: skip
         try:
