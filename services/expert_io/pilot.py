@@ -8,28 +8,30 @@ does not: then the disk worked for nothing, which costs only what others had to 
 demand until a cancelled piece has let go of the disk, and the reading time of an expert that was displaced for the guess and
 asked for soon after.
 
-The account does not see everything (guesses take processor time, and reads overlap), so it does not decide. Trials do: blocks
-of visits with and without guesses, in the order on, off, off, on, so that a drift cancels. Only when visits with guesses
-were shorter does guessing go on; the verdict holds for a while, twice as long each time it is confirmed.
+The account does not see everything (guesses take processor time, and reads overlap), so it does not decide. Trials do: steps
+with and without guesses take turns, on, off, off, on, so that a drift cancels, until the difference is clear. Only when steps
+with guesses were shorter does guessing go on; the verdict holds for a while, twice as long each time it is confirmed.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from shared.residency import Key
 
-BLOCKS = (True, False, False, True)
-BLOCK_VISITS = 64
-"""A block's length at least; it is a whole number of steps, at least five, the first of which still feels the block before."""
+ROUND = (True, False, False, True)
+MIN_ROUNDS, MAX_ROUNDS = 6, 24
+SURE = 2.5
+"""The mean gain of a round must be this many of its standard errors away from none, or MAX_ROUNDS are played."""
 TRIM = 0.1
-"""Part of the longest visits of each kind that is left out: other work on the machine."""
-MARGIN = 0.98
-"""Visits with guesses must take at most this part of those without."""
-FIRST_REST_BLOCKS = 16
-MAX_REST_BLOCKS = 1024
+"""Part of the rounds that is left out at either end: other work on the machine."""
+MIN_GAIN = 0.01
+"""A gain below this part of the time is none."""
+FIRST_REST_STEPS = 256
+MAX_REST_STEPS = 16384
 MAX_DISPLACED = 256
 FIRST_PRECISION = 0.5
 PRECISION_GUESSES = 64
@@ -80,46 +82,63 @@ class Hints:
 
 
 class PilotTrial:
-    """Decides by measurement whether guesses are worth it. ``is_on`` says whether to guess now.
-
-    ``n_layers``: visits per step. ``block_visits``: the length of a block.
-    """
+    """Decides by measurement whether guesses are worth it: ``is_on`` says so for now. ``n_layers``: visits per step."""
 
     def __init__(self, n_layers: int) -> None:
-        self.block_visits = n_layers * max(5, math.ceil(BLOCK_VISITS / n_layers))
-        self.is_on = BLOCKS[0]
-        self._n_settle = n_layers
-        self._n_seen = 0
-        self._rest_left = 0
-        self._rest = FIRST_REST_BLOCKS
+        self.is_on = ROUND[0]
+        self.rest_left = 0
+        """Steps until the next trial; 0: one is under way."""
+        self._n_layers = n_layers
+        self._step = -1
+        self._n_visits = 0
+        self._step_ns = 0
+        self._round: list[int] = []
+        self._gains: list[int] = []  # of each round: time without guesses less time with them
+        self._without_ns = 0
+        self._rest = FIRST_REST_STEPS
         self._verdict: bool | None = None
-        self._durations: dict[bool, list[int]] = {True: [], False: []}
 
-    def visited(self, duration_ns: int) -> None:
+    def visited(self, step: int, duration_ns: int) -> None:
         """A visit of decode rows ended, so long after the one before it in its step."""
-        if self._rest_left:
-            self._rest_left -= 1
-            if not self._rest_left:
-                self.is_on = BLOCKS[0]
+        if step != self._step:  # what an abandoned one left
+            self._step, self._step_ns, self._n_visits = step, 0, 0
+        self._step_ns += duration_ns
+        self._n_visits += 1
+        if self._n_visits == self._n_layers:
+            self._stepped(self._step_ns)
+
+    def _stepped(self, took_ns: int) -> None:
+        if self.rest_left:
+            self.rest_left -= 1
+            if not self.rest_left:
+                self.is_on = ROUND[0]
             return
-        if self._n_seen % self.block_visits >= self._n_settle:
-            self._durations[self.is_on].append(duration_ns)
-        self._n_seen += 1
-        block = self._n_seen // self.block_visits
-        if block < len(BLOCKS):
-            self.is_on = BLOCKS[block]
-            return
-        verdict = _trimmed_mean(self._durations[True]) <= MARGIN * _trimmed_mean(self._durations[False])
-        self._rest = min(2 * self._rest, MAX_REST_BLOCKS) if verdict == self._verdict else FIRST_REST_BLOCKS
+        self._round.append(took_ns)
+        if len(self._round) == len(ROUND):
+            without_ns = sum(ns for ns, is_on in zip(self._round, ROUND, strict=True) if not is_on)
+            self._gains.append(2 * without_ns - sum(self._round))
+            self._without_ns += without_ns
+            self._round.clear()
+            if self._decide():
+                return
+        self.is_on = ROUND[len(self._round)]
+
+    def _decide(self) -> bool:
+        n = len(self._gains)
+        if n < MIN_ROUNDS:
+            return False
+        n_left_out = int(n * TRIM)
+        kept = sorted(self._gains)[n_left_out : n - n_left_out]
+        mean = statistics.fmean(kept)
+        if n < MAX_ROUNDS and abs(mean) < SURE * statistics.stdev(kept) / math.sqrt(len(kept)):
+            return False
+        verdict = mean > MIN_GAIN * self._without_ns / n
+        self._rest = min(2 * self._rest, MAX_REST_STEPS) if verdict == self._verdict else FIRST_REST_STEPS
         self._verdict = self.is_on = verdict
-        self._rest_left = self._rest * self.block_visits
-        self._n_seen = 0
-        self._durations = {True: [], False: []}
-
-
-def _trimmed_mean(durations: list[int]) -> float:
-    kept = sorted(durations)[: max(1, int(len(durations) * (1 - TRIM)))]
-    return sum(kept) / len(kept)
+        self.rest_left = self._rest
+        self._gains.clear()
+        self._without_ns = 0
+        return True
 
 
 class PilotAccount:

@@ -227,6 +227,7 @@ class ExpertIoService(Service):
         if (msg.step, msg.layer) != (visit.step, visit.layer) or visit.run:
             return
         frame = self._frame(visit)
+        visit.is_trial = self._ctx.config.pilot != "off" and not msg.n_prefill and visit.layer < self._spec.n_layers
         with self._timer.stage(Stage.UNION, visit.layer) as stage:
             experts = self._batch_union(visit, frame.gate_id[: visit.n_rows])
             passing = self._passing(visit, msg.n_prefill)
@@ -339,7 +340,6 @@ class ExpertIoService(Service):
     def _judge_guesses(self, visit: Visit, run: LayerRun) -> None:
         """Books what the guesses for this layer were worth and stops those that are still being read in vain."""
         now = time.monotonic_ns()
-        visit.is_trial = not run.passing and self._ctx.config.pilot != "off" and visit.layer < self._spec.n_layers
         named = self._hints.close(visit.step, visit.layer)
         if named:
             self._pilot.hinted(visit.layer, named, set(run.experts))
@@ -540,7 +540,7 @@ class ExpertIoService(Service):
         if self._usage:
             self._count_usage(self._usage, visit.run)
         if visit.is_trial:
-            self._trial.visited(took_ns)
+            self._trial.visited(visit.step, took_ns)
         has_all = self._table.n_used >= self._n_experts  # then a guess can't tell the store anything
         self._counters.set("pilot_paused", int(has_all or not self._trial.is_on))
 

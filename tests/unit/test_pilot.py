@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
-from services.expert_io.pilot import FIRST_REST_BLOCKS, Guess, Hints, PilotAccount, PilotTrial
+from services.expert_io.pilot import FIRST_REST_STEPS, MAX_ROUNDS, MIN_ROUNDS, Guess, Hints, PilotAccount, PilotTrial
 
 MS = 1_000_000
+STEPS = itertools.count()
 
 
 def test_a_finished_guess_saves_its_read_and_one_on_its_way_what_it_is_ahead() -> None:
@@ -80,47 +82,94 @@ def test_a_better_hint_replaces_what_is_unread_and_a_layer_that_asks_ends_it() -
     assert hints.close(6, 1) == {}
 
 
-def play(trial: PilotTrial, n: int, on_ns: int, off_ns: int, rng: random.Random, drift_ns: int = 0) -> int:
-    """n visits; returns how many of them guessed."""
+def play(
+    trial: PilotTrial, n_layers: int, n: int, on_ns: int, off_ns: int, rng: random.Random, drift_ns: int = 0
+) -> int:
+    """n steps; returns how many of them guessed."""
     n_on = 0
     for i in range(n):
         n_on += trial.is_on
-        trial.visited(int((on_ns if trial.is_on else off_ns) * rng.uniform(0.7, 1.3)) - i * drift_ns)
+        step = next(STEPS)
+        for _ in range(n_layers):
+            trial.visited(step, int((on_ns if trial.is_on else off_ns) * rng.uniform(0.7, 1.3)) - i * drift_ns)
     return n_on
+
+
+def until_decided(
+    trial: PilotTrial, n_layers: int, on_ns: int, off_ns: int, rng: random.Random, drift_ns: int = 0
+) -> int:
+    """The steps of one trial; half of them guess."""
+    n = n_on = 0
+    while not trial.rest_left:
+        n_on += play(trial, n_layers, 1, on_ns, off_ns, rng, drift_ns)
+        n += 1
+    assert 2 * n_on == n and n % 4 == 0 and MIN_ROUNDS <= n // 4 <= MAX_ROUNDS
+    return n
 
 
 def test_a_trial_keeps_what_is_faster_and_tries_again_ever_more_rarely() -> None:
     rng = random.Random(0)
     for on_ns, off_ns, expected in ((8 * MS, 12 * MS, True), (12 * MS, 8 * MS, False)):
         trial = PilotTrial(7)
-        n_trial = 4 * trial.block_visits
-        assert trial.block_visits % 7 == 0
-        rest = FIRST_REST_BLOCKS * trial.block_visits
+        rest = FIRST_REST_STEPS
         for _ in range(3):
-            assert play(trial, n_trial, on_ns, off_ns, rng) == n_trial // 2
-            assert trial.is_on == expected
-            assert play(trial, rest - 1, on_ns, off_ns, rng) == (rest - 1) * expected
-            play(trial, 1, on_ns, off_ns, rng)
+            assert until_decided(trial, 7, on_ns, off_ns, rng) == 4 * MIN_ROUNDS, "such a difference is clear at once"
+            assert trial.is_on == expected and trial.rest_left == rest
+            assert play(trial, 7, rest - 1, on_ns, off_ns, rng) == (rest - 1) * expected
+            play(trial, 7, 1, on_ns, off_ns, rng)
             rest *= 2
 
 
 def test_a_predictor_that_becomes_good_gets_its_chance_and_the_other_way_round() -> None:
     rng = random.Random(1)
     trial = PilotTrial(5)
-    play(trial, 4 * trial.block_visits, 12 * MS, 8 * MS, rng)
-    assert not trial.is_on
-    play(trial, (FIRST_REST_BLOCKS + 4) * trial.block_visits, 8 * MS, 12 * MS, rng)
-    assert trial.is_on
-    play(trial, (FIRST_REST_BLOCKS + 4) * trial.block_visits, 12 * MS, 8 * MS, rng)
-    assert not trial.is_on
+    for on_ns, off_ns in ((12 * MS, 8 * MS), (8 * MS, 12 * MS), (12 * MS, 8 * MS)):
+        until_decided(trial, 5, on_ns, off_ns, rng)
+        assert trial.is_on == (on_ns < off_ns)
+        play(trial, 5, trial.rest_left, on_ns, off_ns, rng)
+
+
+def test_a_small_gain_is_found_among_much_noise_and_a_small_loss_too() -> None:
+    """6 % beside visits that vary by 30 %: most trials must be right, whichever way it is."""
+    rng = random.Random(3)
+    for on_ns, off_ns in ((94, 100), (100, 94)):
+        right = 0
+        for _ in range(100):
+            trial = PilotTrial(6)
+            until_decided(trial, 6, on_ns * MS, off_ns * MS, rng)
+            right += trial.is_on == (on_ns < off_ns)
+        assert right >= 95
+
+
+def test_no_gain_means_no_guesses() -> None:
+    rng = random.Random(4)
+    n_on = 0
+    for _ in range(100):
+        trial = PilotTrial(6)
+        until_decided(trial, 6, 100 * MS, 100 * MS, rng)
+        n_on += trial.is_on
+    assert n_on <= 40
 
 
 def test_a_drift_or_a_few_long_visits_decide_nothing() -> None:
-    """Slots that fill make every visit faster than the one before; that must not look like the merit of who comes later."""
+    """Slots that fill make every step faster than the one before; that must not look like the merit of who comes later."""
     trial = PilotTrial(5)
-    play(trial, 4 * trial.block_visits, 20 * MS, 22 * MS, random.Random(2), drift_ns=MS // 20)
+    until_decided(trial, 5, 20 * MS, 22 * MS, random.Random(2), drift_ns=MS // 20)
     assert trial.is_on
     trial = PilotTrial(5)
-    for i in range(4 * trial.block_visits):
-        trial.visited(500 * MS if trial.is_on and i % 16 == 9 else 8 * MS if trial.is_on else 10 * MS)
+    i = 0
+    while not trial.rest_left:
+        trial.visited(i // 5, 500 * MS if trial.is_on and i % 150 == 9 else 8 * MS if trial.is_on else 10 * MS)
+        i += 1
     assert trial.is_on
+
+
+def test_an_abandoned_step_counts_for_nothing() -> None:
+    trial = PilotTrial(3)
+    trial.visited(1, 9 * MS)
+    trial.visited(1, 9 * MS)
+    for step in range(2, 2 + 4 * MIN_ROUNDS):
+        assert not trial.rest_left
+        for _ in range(3):
+            trial.visited(step, 8 * MS if trial.is_on else 10 * MS)
+    assert trial.is_on and trial.rest_left
