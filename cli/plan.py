@@ -61,7 +61,7 @@ def command(
     if container and disk_bytes_s and container.experts:
         weight_format = next(iter(container.experts.values())).format
         chunk = covering_chunk(spec, facts, disk_bytes_s, arithmetic_rate(weight_format, n_threads))
-    ledger = make_ledger(spec, facts, chosen, available, shm, chunk=chunk)
+    ledger = make_ledger(spec, facts, chosen, available, shm, chunk=chunk, source=source)
     click.echo(ledger.table())
     click.echo(f"\n{available:,} bytes available ({source}), {shm:,} in /dev/shm, {ledger.segment_bytes:,} of it used")
     resident = min(ledger.n_slots / ledger.n_experts, 1.0)

@@ -12,10 +12,10 @@ from deploy import rundir
 from shared.big_memory import named_bytes
 from shared.bus import ControlClient
 from shared.config import LOCK_NAME, GroupConfig, Line, parse_bytes
-from shared.endpoints import Endpoints, default_run_dir
+from shared.endpoints import EXPERT_IO, Endpoints, default_run_dir
 from shared.errors import CapacityError, ConfigError
 from shared.ledger import GROUP, SHARED, ledger_table, slots_line
-from shared.memory_probe import limits_of, page_cache_bytes, probe_memory, process_use
+from shared.memory_probe import limits_of, own_bytes, page_cache_bytes, probe_memory
 from shared.messages import control
 from shared.segments import run_bytes
 
@@ -63,10 +63,10 @@ def make_report(config: GroupConfig, ram: control.Ram) -> dict[str, Any]:
     found = rundir.processes(run_dir)
     pids = {name: int(entry["pid"]) for name, entry in found.get("services", {}).items() if entry.get("pid")}
     owner = int(rundir.read_json(run_dir / LOCK_NAME).get("pid", 0))
-    held = {name: _own_bytes(pid) for name, pid in pids.items()}
+    held = {name: own_bytes(pid) for name, pid in pids.items()}
     for name, n_bytes in named_bytes(config).items():
         held[name] = held.get(name, 0) + n_bytes
-    held[GROUP] = sum(_own_bytes(pid) for pid in (rundir.keeper_pid(run_dir) or 0, owner) if pid)
+    held[GROUP] = sum(own_bytes(pid) for pid in (rundir.keeper_pid(run_dir) or 0, owner) if pid)
     held[SHARED] = run_bytes(config.run_id)
     planned: dict[str, int] = {}
     for line in lines_of(config, ram):
@@ -89,14 +89,9 @@ def make_report(config: GroupConfig, ram: control.Ram) -> dict[str, Any]:
                 "cache": limit.cache_bytes,
                 "left": limit.left_bytes,
             }
-            for limit in limits_of(pids.get("expert_io", 0))
+            for limit in limits_of(pids.get(EXPERT_IO, 0))
         ],
     }
-
-
-def _own_bytes(pid: int) -> int:
-    use = process_use(pid)
-    return use.own_bytes if use else 0
 
 
 def lines_of(config: GroupConfig, ram: control.Ram) -> list[Line]:

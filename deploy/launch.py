@@ -113,7 +113,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     from native.library import default_threads
     from shared.container.reader import Container
     from shared.ledger import DEFAULT_CHUNK, make_ledger
-    from shared.memory_probe import MemoryProbe, probe_memory
+    from shared.memory_probe import MemoryProbe, own_bytes, probe_memory
     from shared.rates import arithmetic_rate
     from shared.speed import covering_chunk
     from shared.usage import usage_path
@@ -129,10 +129,18 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         weight_format = next(iter(container.experts.values())).format
         chunk = covering_chunk(container.spec, facts, drive.ceiling, arithmetic_rate(weight_format, n_threads))
 
+    ours = own_bytes(os.getpid())  # has a line in the ledger: not to be counted twice
+
     def make(memory: MemoryProbe) -> Ledger:
-        room = memory.available_bytes, memory.shm_bytes
         return make_ledger(
-            container.spec, facts, settings, *room, reservable_bytes=memory.reservable_bytes, chunk=chunk
+            container.spec,
+            facts,
+            settings,
+            memory.available_bytes + ours,
+            memory.shm_bytes,
+            reservable_bytes=memory.reservable_bytes,
+            source=memory.source,
+            chunk=chunk,
         )
 
     warm = plan_memory(settings, container.fingerprint, facts, probe_memory, make)

@@ -41,19 +41,31 @@ _KV_SHARE = 0.25
 _WORK_SHARE = 0.10
 _MIN_CONTEXT = 256
 _MIN_CHUNK = 16
-_READ_BUFFER_BYTES = 4 * 4 * MIB
 _TRACE_BYTES = 4 * MIB
 _PROCESS_BYTES = {
-    "gateway": 48 * MIB,
-    "router": 56 * MIB,
-    "attention": 48 * MIB,
-    "expert_io": 48 * MIB,
-    "drafter": 48 * MIB,
-    GROUP: 96 * MIB,  # supervisor, its keeper and colibri-up
+    "gateway": 27 * MIB,
+    "router": 28 * MIB,
+    "attention": 26 * MIB,
+    "expert_io": 26 * MIB,
+    "drafter": 26 * MIB,
+    GROUP: 44 * MIB,  # supervisor, its keeper and colibri-up
 }
-"""Interpreter, libraries, sockets, counters: resident memory of an idle process, 28 to 44 MiB measured on Linux x86-64."""
+"""Interpreter, libraries, sockets: proportional set sizes after some hundred requests, without what has a line of its own.
 
-_TOKENIZER_BYTES_PER_ENTRY = 1000
+Measured with CPython 3.11 on Linux x86-64: 20 to 25 MiB of private memory each (37 for the two of the group), and together
+29 MiB of files that they share.
+"""
+
+_TOKENIZER_BYTES = 10 * MIB
+_TOKENIZER_BYTES_PER_ENTRY = 800
+"""Its libraries; and 730 bytes measured for each of 150,000 entries of byte-level BPE."""
+_EXPERT_BYTES = 1500
+"""What expert_io and its policy keep in mind about an expert and its slot: 1,060 bytes measured, 1,690 with two layouts."""
+_SHARED_ROWS = 128
+_EXPERT_ROWS = 256
+"""Rows that expert_io gives to one native call."""
+_RECORDER_BYTES = 10 * MIB
+"""Records that wait for a slow disk (8 MiB), and the one being written."""
 _FEW_SLOTS = 0.25
 """Of the experts: with fewer, the embedding's memory is better spent on slots. A token reads one row of it, a few kilobytes."""
 
@@ -109,10 +121,11 @@ def make_ledger(
     frame_bytes: Callable[..., int] | None = None,
     reservable_bytes: int = 0,
     chunk: int = DEFAULT_CHUNK,
+    source: str = "",
 ) -> Ledger:
     """Shares out the memory.
 
-    ``facts``: ``Container.facts()``. ``available_bytes``, ``shm_bytes``, ``reservable_bytes``: ``probe_memory()``.
+    ``facts``: ``Container.facts()``. ``available_bytes``, ``shm_bytes``, ``reservable_bytes``, ``source``: ``probe_memory()``.
     ``chunk``: prompt rows per step that are worth having (``shared.speed.covering_chunk``). ``frame_bytes`` replaces
     ``shared.frame.frame_bytes`` in tests. Raises CapacityError with the arithmetic when it does not fit, ConfigError for
     settings that can't be met by this model.
@@ -121,7 +134,7 @@ def make_ledger(
     budget = settings.ram_bytes or int(available_bytes * BUDGET_SHARE)
     if budget > available_bytes:
         raise CapacityError(
-            f"ram = {_size(budget)} is asked for, {_size(available_bytes)} are available now. "
+            f"ram = {_size(budget)} is asked for, {_size(available_bytes)} are available now{source and f' ({source})'}. "
             "Give less, or end other programs."
         )
     measure = frame_bytes or _measured_frame_bytes
@@ -226,13 +239,16 @@ def _ledger(
         _dense_line(facts, embedding_on_disk),
         Line("router", f"gates of {len(spec.moe_layers)} layers", facts.gate_bytes),
         Line("expert_io", f"shared experts of {len(spec.moe_layers)} layers", facts.shared_bytes),
-        Line("expert_io", "read buffers", _READ_BUFFER_BYTES),
+        Line("expert_io", f"tables of {n_experts:,} experts", n_experts * _EXPERT_BYTES + _HUGE_PAGE),
         Line(SHARED, "trace and counters", _TRACE_BYTES),
     ]
     if n_drafts:
         fixed.append(Line("drafter", "MTP layer without its experts", facts.mtp_bytes))
     if facts.has_tokenizer:
-        fixed.append(Line("router", f"tokenizer of {spec.vocab:,} entries", spec.vocab * _TOKENIZER_BYTES_PER_ENTRY))
+        size = _TOKENIZER_BYTES + spec.vocab * _TOKENIZER_BYTES_PER_ENTRY
+        fixed.append(Line("router", f"tokenizer of {spec.vocab:,} entries", size))
+    if settings.record_routing:
+        fixed.append(Line("router", "records that wait for the disk", _RECORDER_BYTES))
     fixed += [Line(owner, "process", size) for owner, size in _PROCESS_BYTES.items() if owner != "drafter" or n_drafts]
     rest = budget - sum(line.bytes for line in fixed) - min_slots * slot_bytes
 
@@ -252,12 +268,17 @@ def _ledger(
         logit_rows = rows if settings.record_logits else n_sequences * (1 + n_drafts)
         frames = N_FRAMES * frame_bytes(spec, rows, logit_rows, n_sequences, blocks_for(context))
         attention = attention_work_bytes(spec, rows, context, n_threads)
-        # parts, shared result and its inner values, the quantised input
-        expert_io = rows * ((spec.gate_k + 1) * spec.hidden * 4 + 2 * spec.hidden + spec.shared_inner * 10)
+        # parts, shared result and the quantised input of all rows; inner values and their quantised form of those in a call
+        expert_io = rows * ((spec.gate_k + 1) * spec.hidden * 4 + 2 * spec.hidden) + 10 * max(
+            min(rows, _SHARED_ROWS) * spec.shared_inner, min(rows * spec.gate_k, _EXPERT_ROWS) * spec.expert_inner
+        )
+        # scores of all experts for the gate and for the guess; a row's sorted probabilities
+        router = rows * spec.n_experts * 8 + spec.vocab * 16
         lines = [
             Line(SHARED, f"{N_FRAMES} frames of {rows} rows", frames),
             Line("attention", f"work area of {rows} rows", attention),
             Line("expert_io", f"results of {rows} rows x {spec.gate_k} experts", expert_io),
+            Line("router", f"work area of {rows} rows", router),
         ]
         if embedding_on_disk:
             lines.append(
@@ -373,7 +394,7 @@ def attention_work_bytes(spec: ModelSpec, rows: int, context: int, n_threads: in
     """What attention (or the drafter) needs beside the weights while ``rows`` rows go through a layer.
 
     Kept per row: residual, final, selection, quantised input. The kernels work in tiles of at most 128 rows (attention) and
-    256 rows (FFN); index scores take at most 16 MiB or one row group's worth.
+    256 rows (FFN); index scores take at most 16 MiB or those of 4 rows.
     """
     per_row = 4 * (2 * spec.hidden + spec.index_topk) + 2 * spec.hidden
     heads = spec.n_heads * (max(spec.qk_head, spec.v_head) + spec.kv_lora_rank)
@@ -382,7 +403,7 @@ def attention_work_bytes(spec: ModelSpec, rows: int, context: int, n_threads: in
     )
     per_tile_row += 2 * spec.n_heads * spec.v_head
     per_ffn_row = 4 * 2 * spec.dense_inner + 2 * spec.dense_inner
-    scores = max(16 * MIB, 4 * 8 * context) if spec.index_topk else 0
+    scores = max(min(16 * MIB, 4 * min(rows, 128) * context), 4 * 4 * context) if spec.index_topk else 0
     thread_room = n_threads * 4 * 64 * (spec.latent + 64 * 4)
     return rows * per_row + min(rows, 128) * per_tile_row + min(rows, 256) * per_ffn_row + scores + thread_room
 

@@ -37,15 +37,6 @@ class LimitUse(msgspec.Struct, frozen=True):
         return self.limit_bytes - self.used_bytes + self.cache_bytes
 
 
-class ProcessUse(msgspec.Struct, frozen=True):
-    """What a process holds: its proportional set size."""
-
-    own_bytes: int
-    """Private memory, and its share of the program's and libraries' code."""
-    shared_bytes: int
-    """Its share of named segments."""
-
-
 def probe_memory(root: Path = Path("/")) -> MemoryProbe:
     """Memory that can be taken now: the smallest of MemAvailable and what every control group above us leaves.
 
@@ -95,21 +86,26 @@ def limits_of(pid: int | str, root: Path = Path("/")) -> list[LimitUse]:
     return found
 
 
-def process_use(pid: int) -> ProcessUse | None:
-    """None when the process is gone or belongs to somebody else."""
+def own_bytes(pid: int) -> int:
+    """What a process holds beside named memory: private pages and its share of the code that it maps, by the kernel's own
+    account (proportional set size). 0 when it is gone or belongs to somebody else.
+    """
     sizes: dict[str, int] = {}
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
             words = line.split()
             sizes[words[0]] = int(words[1]) * 1024
     except OSError:
-        return None
-    if not sizes:
-        return None
-    shared = sizes.get("Pss_Shmem:", 0)
-    return ProcessUse(
-        sizes["Pss:"] - shared + sizes.get("Private_Hugetlb:", 0), shared + sizes.get("Shared_Hugetlb:", 0)
-    )
+        return 0
+    return sizes.get("Pss:", 0) - sizes.get("Pss_Shmem:", 0)
+
+
+def file_bytes(path: Path) -> int:
+    """Memory that a file of a memory file system holds, touched or reserved; 0 when it is gone."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 def _limit_use(directory: Path, limit_name: str, usage_name: str, prefix: str) -> LimitUse | None:

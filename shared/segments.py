@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from shared.errors import CapacityError, ConfigError
+from shared.memory_probe import file_bytes
 
 SHM_DIR = Path("/dev/shm")
 PAGE_BYTES = 4096
@@ -97,11 +98,7 @@ def list_run(run_id: str) -> list[str]:
 
 def run_bytes(run_id: str) -> int:
     """Memory that the run's segments hold, touched or reserved."""
-    total = 0
-    for name in list_run(run_id):
-        with contextlib.suppress(FileNotFoundError):
-            total += segment_path(run_id, name).stat().st_blocks * 512
-    return total
+    return sum(file_bytes(segment_path(run_id, name)) for name in list_run(run_id))
 
 
 def unlink(run_id: str, name: str) -> None:
