@@ -24,8 +24,8 @@ from shared.errors import ColibriError
 OURS = "colibri"
 FOUND, SMALL = "llama.cpp mmap, read-ahead as found", "llama.cpp mmap, read-ahead 128 KiB"
 SMALL_KB = 128
-RAM_SHARE = 0.97
-"""Of the limit goes to our group; the rest is for who starts it. llama.cpp has all of it."""
+START_BYTES = 48 << 20
+"""Of the limit are not our group's: colibri-up is there before it can ask what is left. llama.cpp has all of it."""
 WARM_TOKENS = 2
 Say = Callable[[str], None]
 
@@ -108,15 +108,15 @@ def _turn(found: Comparison, limit: Limit, engine: str, knob: Path, setup: Setup
                 raise BenchError(f"the kernel ended {group.n_killed} of its processes at this limit")
     except ColibriError as error:
         limit.faults[engine] = str(error)
-        say(f"{limit.n_bytes / 2**30:g} GiB, {engine}: {error}")
+        say(f"{limit.n_bytes / 2**30:.3g} GiB, {engine}: {error}")
         return
     limit.rates[engine].append(rate)
-    say(f"{limit.n_bytes / 2**30:g} GiB, {engine}: {rate:.2f} tokens/s")
+    say(f"{limit.n_bytes / 2**30:.3g} GiB, {engine}: {rate:.2f} tokens/s")
 
 
 def _ours(limit: Limit, group: LimitedGroup, setup: Setup, turn: int) -> float:
     arguments = {
-        "--draft": "off", "--threads": setup.n_threads, "--max-sequences": 1, "--ram": int(limit.n_bytes * RAM_SHARE),
+        "--draft": "off", "--threads": setup.n_threads, "--max-sequences": 1, "--ram": limit.n_bytes - START_BYTES,
         "--max-context": SHORT_PROMPT + setup.n_tokens + 64,
     }  # fmt: skip
     words = [str(word) for pair in arguments.items() for word in pair]
@@ -228,7 +228,7 @@ def as_text(c: Comparison) -> str:
             ratio = None if name == OURS else limit.ratio(name)
             who = f"{name}, {limit.n_slots} slots" if name == OURS and limit.n_slots else name
             times = "" if ratio is None else f"{ratio:.1f} x"
-            lines.append(f"{limit.n_bytes / 2**30:>4g} GiB {who:38} {text:>24} {times:>8}".rstrip())
+            lines.append(f"{limit.n_bytes / 2**30:>4.3g} GiB {who:38} {text:>24} {times:>8}".rstrip())
             if name in limit.faults:
-                faults.append(f"{limit.n_bytes / 2**30:g} GiB, {name}: {limit.faults[name]}")
+                faults.append(f"{limit.n_bytes / 2**30:.3g} GiB, {name}: {limit.faults[name]}")
     return "\n".join([*lines, *(["", *faults] if faults else [])])
