@@ -14,10 +14,11 @@ from shared.container.reader import Container
 
 @click.command("inspect")
 @click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--mirror", "mirrors", multiple=True, metavar="DIR", help="Expert files may also lie in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
-def command(directory: Path, as_json: bool) -> None:
+def command(directory: Path, mirrors: tuple[str, ...], as_json: bool) -> None:
     """Show the model, the precision and the files of the container in DIRECTORY. Headers are checked, weights are not read."""
-    container = Container.open(directory)
+    container = Container.open(directory, mirrors)
     facts = describe(container)
     if as_json:
         click.echo(json.dumps(facts, indent=1))

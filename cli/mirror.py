@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shared.config import parse_bytes
-from shared.container.mirror import drive_of
+from shared.container.mirror import drive_of, total_rate
 from shared.container.reader import Container
 
 if TYPE_CHECKING:
@@ -69,16 +69,11 @@ def plan_command(
             f"The rate of {' and '.join(unknown)} is not known: give --disk and --mirror-disk (GB/s) to see what both give."
         )
         return
-    both = together(rates[0], rates[1], share)
+    both = total_rate(rates, {frozenset((0, 1)): share, frozenset((0,)): 1 - share})
     click.echo(
-        f"expected rate: {both:.2f} GB/s = min({rates[0]:.2f} + {rates[1]:.2f}, {rates[0]:.2f} / (1 - {share:.3f})), where "
-        f"{share:.1%} of the reads find a copy in {directory}"
+        f"expected rate: {both:.2f} GB/s, of {rates[0]:.2f} and {rates[1]:.2f}; {share:.1%} of the reads find a copy in "
+        f"{directory}, the others must come from {model}"
     )
-
-
-def together(rate: float, mirror_rate: float, share: float) -> float:
-    """The rate of both drives when ``share`` of the reads may go to either: the first must do the rest alone."""
-    return min(rate + mirror_rate, rate / (1 - share)) if share < 1 else rate + mirror_rate
 
 
 @command.command("stage")

@@ -11,8 +11,9 @@ import click
 from native.library import default_threads
 from shared.config import load_settings, parse_bytes
 from shared.container.format import INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
+from shared.container.mirror import drives_words, number_drives
 from shared.container.reader import Container
-from shared.drive_probe import drive_profile
+from shared.drive_probe import drives_of
 from shared.endpoints import state_dir
 from shared.ledger import DEFAULT_CHUNK, make_ledger
 from shared.memory_probe import probe_memory
@@ -32,20 +33,25 @@ from shared.warm_sets import find_sets, known_dirs
 @click.option("--prefill-chunk", type=click.IntRange(1), help="Prompt tokens per step.")
 @click.option("--kv-dtype", type=click.Choice(["f32", "bf16"]), help="Precision of the KV cache.")
 @click.option("--draft", help="auto, off or a number of tokens.")
-@click.option("--disk", type=click.FloatRange(min=0, min_open=True), help="Rate of the drive, GB/s. Default: measured.")
+@click.option("--mirror", "mirrors", multiple=True, metavar="DIR", help="Experts are also read from the copies in DIR.")
+@click.option(
+    "--disk",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Rate of the drive, of several together, GB/s. Default: measured.",
+)
 @click.option(
     "--memory", type=click.FloatRange(min=0, min_open=True), help="Memory bandwidth, GB/s. Default: measured."
 )
 @click.option("--assume", help="Memory and shared memory to assume instead of what this machine has now.")
 def command(
-    model: Path, ram: str | None, precision: str | None, disk: float | None, memory: float | None, assume: str | None,
-    **settings: Any,
+    model: Path, mirrors: tuple[str, ...], ram: str | None, precision: str | None, disk: float | None,
+    memory: float | None, assume: str | None, **settings: Any,
 ) -> None:  # fmt: skip
     """Show how the memory would be shared out for MODEL: a container, or a checkpoint that could be converted.
 
     colibri-up uses the same computation. Also shows what speed to expect; drive and memory are measured unless given.
     """
-    spec, facts, container = _facts(model, precision)
+    spec, facts, container = _facts(model, precision, mirrors)
     chosen = load_settings(None, {"ram": ram, **settings})
     probe = probe_memory()
     available, shm, source = probe.available_bytes, probe.shm_bytes, probe.source
@@ -69,6 +75,10 @@ def command(
         f"{ledger.n_slots:,} slots hold {resident:.1%} of {ledger.n_experts:,} experts; context {ledger.max_context:,}, "
         f"{ledger.max_sequences} sequences, chunk {ledger.prefill_chunk}, drafts {ledger.n_drafts}, {ledger.n_threads} threads"
     )
+    if container and container.places[1:]:
+        where = ", ".join(map(str, container.places[1:]))
+        n_drives = len(set(number_drives(container.places)))
+        click.echo(f"experts also from {where}: {drives_words(n_drives, disk_bytes_s)}")
     if not disk_bytes_s and resident < 1.0:
         click.echo(
             "The drive's rate is not known (too few experts to measure it with, or no container): give --disk, GB/s."
@@ -88,7 +98,7 @@ def _drive_rate(container: Container | None) -> float:
     except RuntimeError:  # a user without a home
         folder = None
     report = lambda text: click.echo(text, err=True)  # noqa: E731
-    return drive_profile(list(container.experts.values()), folder, may_write=True, report=report).ceiling
+    return drives_of(container, folder, may_write=True, report=report).bytes_s
 
 
 def _kept_warm(fingerprint: str) -> int:
@@ -115,9 +125,9 @@ def _speed_text(speed: Speed, disk: float, memory: float) -> str:
     return "\n".join(lines)
 
 
-def _facts(model: Path, precision: str | None) -> tuple[ModelSpec, Facts, Container | None]:
+def _facts(model: Path, precision: str | None, mirrors: tuple[str, ...]) -> tuple[ModelSpec, Facts, Container | None]:
     if (model / INDEX_NAME).exists() or precision is None:
-        container = Container.open(model)
+        container = Container.open(model, mirrors)
         return container.spec, container.facts(), container
     spec = ModelSpec.load(model)
     return spec, plan_facts(spec, plan_container(spec, PRECISIONS[precision])), None

@@ -15,9 +15,10 @@ _SHOWN = 20
 
 @click.command("verify")
 @click.argument("directory", type=click.Path(path_type=Path))
-def command(directory: Path) -> None:
+@click.option("--mirror", "mirrors", multiple=True, metavar="DIR", help="Expert files may also lie in DIR.")
+def command(directory: Path, mirrors: tuple[str, ...]) -> None:
     """Read the whole container in DIRECTORY and compare every checksum. Exit code 70 when something is damaged."""
-    container = Container.open(directory)
+    container = Container.open(directory, mirrors)
     total = sum(entry.bytes + entry.scale_bytes for entry in container.dense.values())
     total += sum(file.record_bytes * file.n_experts for file in container.experts.values())
     complaints = []

@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,7 @@ def main() -> None:
     run_id = load_frozen(run_dir / FROZEN_NAME).run_id
     add_owner(run_id, os.getpid())
     os.chdir(run_dir)  # the configuration's paths are relative to it
+    tempfile.tempdir = str(run_dir)  # supervisor asks for a default place, and asking writes a file to find one
     try:
         options = ServerOptions()
         options.realize(["-c", SUPERVISOR_CONF_NAME], doc=__doc__)

@@ -29,8 +29,8 @@ from shared.lifecycle import read_last_words
 from shared.messages import control
 
 if TYPE_CHECKING:
-    from shared.container.reader import ExpertFile
-    from shared.drive import DriveProfile
+    from shared.container.reader import Container
+    from shared.drive_probe import Drives
     from shared.ledger import Ledger
     from shared.model_spec import ModelSpec
     from shared.warm_sets import WarmSet
@@ -57,6 +57,8 @@ class Plan:
     config: GroupConfig
     spec: ModelSpec
     ledger: Ledger
+    n_drives: int
+    """Drives that experts are read from."""
     adopts: WarmSet | None = None
     notes: list[str] = field(default_factory=list)
     """For people: what happened to memory that was kept warm."""
@@ -122,12 +124,13 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     mirrors = tuple(str(Path(text).expanduser().absolute()) for text in settings.mirror)
     container = Container.open(model_dir, mirrors)
     facts = container.facts()
-    drive = _drive_profile(list(container.experts.values()), settings, report)
+    drives = _drives(container, settings, report)
+    drive = drives.first
     chunk = DEFAULT_CHUNK
-    if drive.ceiling and container.experts:
+    if drives.bytes_s and container.experts:
         n_threads = settings.threads or default_threads()
         weight_format = next(iter(container.experts.values())).format
-        chunk = covering_chunk(container.spec, facts, drive.ceiling, arithmetic_rate(weight_format, n_threads))
+        chunk = covering_chunk(container.spec, facts, drives.bytes_s, arithmetic_rate(weight_format, n_threads))
 
     ours = own_bytes(os.getpid())  # has a line in the ledger: not to be counted twice
 
@@ -182,23 +185,23 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         read_depth=drive.setting.depth,
         read_piece_bytes=drive.setting.piece_bytes,
         read_note=drive.note,
-        drive_bytes_s=int(drive.ceiling),
+        drive_bytes_s=int(drives.bytes_s),
         mirrors=mirrors,
         huge_dir=warm.huge_dir,
         embedding_on_disk=ledger.embedding_on_disk,
     )
-    return Plan(config, container.spec, ledger, warm.adopts, warm.notes)
+    return Plan(config, container.spec, ledger, drives.n_drives, warm.adopts, warm.notes)
 
 
-def _drive_profile(experts: list[ExpertFile], settings: Settings, report: Callable[[str], None]) -> DriveProfile:
+def _drives(container: Container, settings: Settings, report: Callable[[str], None]) -> Drives:
     """Kept from an earlier start, or measured now. Without usage history nothing is written."""
-    from shared.drive_probe import drive_profile
+    from shared.drive_probe import drives_of
 
     try:
         folder = state_dir() / "drives"
     except RuntimeError:  # a user without a home
         folder = None
-    return drive_profile(experts, folder, may_write=settings.usage_history, report=report)
+    return drives_of(container, folder, may_write=settings.usage_history, report=report)
 
 
 def _path_or_none(text: str) -> str | None:

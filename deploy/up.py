@@ -267,6 +267,8 @@ def _keep(group: Any, signals: _Signals) -> int:
 
 
 def _summary(plan: Any) -> str:
+    from shared.container.mirror import drives_words
+
     config, ledger = plan.config, plan.ledger
     experts = (
         f"{config.n_slots:,} of {ledger.n_experts:,} experts fit"
@@ -274,10 +276,13 @@ def _summary(plan: Any) -> str:
         else "all experts fit"
     )
     warm = f", {_size(plan.adopts.n_bytes)} of it still warm" if plan.adopts else ""
+    copies = ""
+    if config.mirrors:
+        copies = f"\nexperts also from {', '.join(config.mirrors)}: {drives_words(plan.n_drives, config.drive_bytes_s)}"
     return (
         f"model {config.model_name} ({plan.spec.family}): {_size(ledger.total_bytes)} of {_size(ledger.budget_bytes)} memory"
         f"{warm}, {experts}, context {config.max_context:,} x {config.max_sequences}, "
-        f"{config.n_drafts or 'no'} drafts, {config.n_threads} threads"
+        f"{config.n_drafts or 'no'} drafts, {config.n_threads} threads{copies}"
     )
 
 

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from native.errors import NativeError
 from native.memory import HugeBuffer
 from native.reader import Reader, open_direct, uring_refusal
-from shared.container.reader import ExpertFile
+from shared.container.mirror import number_drives, total_rate
+from shared.container.reader import Container, ExpertFile
 from shared.drive import (
     BUFFERED,
     CANDIDATES,
@@ -100,6 +102,32 @@ def drive_profile(
         except OSError as error:
             report(f"{path} can't be written: {error.strerror}")
     return profile
+
+
+class Drives(NamedTuple):
+    """The drives that a container's experts are read from."""
+
+    first: DriveProfile
+    """Of the model's own, or where its experts lie elsewhere of the first mirror's."""
+    n_drives: int
+    bytes_s: float
+    """Of all together; 0: not all were measured."""
+
+
+def drives_of(container: Container, folder: Path | None, *, may_write: bool, report: Report = lambda _: None) -> Drives:
+    """``drive_profile`` of each drive, and what they give together where copies lie on several."""
+    numbers = number_drives(container.places)
+    profiles: dict[int, DriveProfile] = {}
+    for place, drive in enumerate(numbers):
+        files = container.only_in(place)
+        if files and drive not in profiles:
+            profiles[drive] = drive_profile(files, folder, may_write=may_write, report=report)
+    if not profiles:
+        return Drives(drive_profile((), folder, may_write=may_write), 1, 0.0)
+    rates = [profiles[drive].ceiling if drive in profiles else 0.0 for drive in range(len(set(numbers)))]
+    is_known = all(profile.ceiling for profile in profiles.values())
+    together = total_rate(rates, container.shares(numbers)) if is_known else 0.0
+    return Drives(profiles[min(profiles)], len(profiles), together)
 
 
 class DriveProbe:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from native.reader import open_direct
-from shared.container.mirror import drive_of
+from shared.container.mirror import number_drives
 from shared.container.reader import Container, Copy, ExpertFile
 from shared.errors import StoreError
 from shared.residency import Key
@@ -47,13 +47,11 @@ class RecordSources:
             for layer, file in self.files.items():
                 for copy in file.copies:
                     self._fds[layer, copy.place] = self._open(copy, direct_io)
-            devices = [drive_of(place) for place in self.places]
+            self.drives = number_drives(self.places)
         except BaseException:
             self.close()
             raise
-        numbers = {device: i for i, device in enumerate(dict.fromkeys(devices))}
-        self.drives: tuple[int, ...] = tuple(numbers[device] for device in devices)
-        self.n_drives = len(numbers)
+        self.n_drives = len(set(self.drives))
         self._chooser = CopyChooser(self.drives)
         self._verified: set[tuple[int, Key]] = set()
         self._damaged_files: set[str] = set()

@@ -8,7 +8,8 @@ without ``mirror.json`` is one to which expert files were moved: each file that 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +161,33 @@ def drive_of(path: Path | str) -> int:
     except (OSError, ValueError):  # no block device of its own (overlay, network), or no /sys
         pass
     return device
+
+
+def number_drives(places: Sequence[Path]) -> tuple[int, ...]:
+    """For each directory the number of its drive, from 0 in order of appearance."""
+    devices = [drive_of(place) for place in places]
+    numbers = {device: i for i, device in enumerate(dict.fromkeys(devices))}
+    return tuple(numbers[device] for device in devices)
+
+
+def drives_words(n_drives: int, bytes_s: float) -> str:
+    """What mirrors bring, for people; ``bytes_s``: of all together, 0 when not known."""
+    if n_drives == 1:
+        return "the same drive, that is no faster"
+    return f"{n_drives} drives" + (f", {bytes_s / 1e9:.2f} GB/s together" if bytes_s else "")
+
+
+def total_rate(rates: Sequence[float], shares: Mapping[frozenset[int], float]) -> float:
+    """What drives give together when reads are divided as well as can be.
+
+    ``shares``: drives that hold a copy -> share of the reads that find it there, 1 in all. Every set of drives must do alone
+    what lies nowhere else, so the tightest set decides (max-flow, min-cut).
+    """
+    drives = range(len(rates))
+    sets = chain.from_iterable(combinations(drives, n) for n in range(1, len(rates) + 1))
+    limits = []
+    for among in map(frozenset, sets):
+        alone = sum(share for where, share in shares.items() if where <= among)
+        if alone > 0:
+            limits.append(sum(rates[drive] for drive in among) / alone)
+    return min(limits, default=sum(rates))

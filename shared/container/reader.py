@@ -177,6 +177,25 @@ class Container:
         facts = plan_facts(self.spec, plan_container(self.spec, self.precision))
         return msgspec.structs.replace(facts, has_tokenizer=(self.path / "tokenizer.json").is_file())
 
+    def shares(self, drives: Sequence[int]) -> dict[frozenset[int], float]:
+        """Sets of drives -> share of the experts' bytes with copies exactly there. ``drives``: of each of ``places``."""
+        found: dict[frozenset[int], float] = {}
+        total = sum(file.record_bytes * file.n_experts for file in self.experts.values())
+        for file in self.experts.values():
+            for expert in range(file.n_experts):
+                where = frozenset(drives[copy.place] for copy in file.copies if copy.holds(expert))
+                found[where] = found.get(where, 0.0) + file.record_bytes / total
+        return found
+
+    def only_in(self, place: int) -> list[ExpertFile]:
+        """The expert files as this place alone has them."""
+        return [
+            msgspec.structs.replace(file, copies=(copy,))
+            for file in self.experts.values()
+            for copy in file.copies
+            if copy.place == place
+        ]
+
     def read_dense(
         self,
         wanted: Collection[str] | Callable[[DenseEntry], bool],

@@ -88,8 +88,7 @@ def two(converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     mirror.mkdir()
     for path in model.glob("experts-*"):
         shutil.copy(path, mirror)
-    numbers: dict[str, int] = {}
-    monkeypatch.setattr(sources, "drive_of", lambda path: numbers.setdefault(str(path), len(numbers)))
+    monkeypatch.setattr(sources, "number_drives", lambda places: tuple(range(len(places))))
     return model, mirror
 
 

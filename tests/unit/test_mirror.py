@@ -16,9 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cli.main import cli
-from cli.mirror import together
 from shared.container import staging
-from shared.container.mirror import MANIFEST_NAME, drive_of, pack_held, unpack_held
+from shared.container.mirror import MANIFEST_NAME, drive_of, pack_held, total_rate, unpack_held
 from shared.container.reader import Container
 from shared.container.staging import choose_records, plan_staging, stage
 from shared.errors import CapacityError, ChecksumMismatch, ColibriError, ContainerError
@@ -380,8 +379,21 @@ def test_verify_names_what_is_damaged_and_exits_with_1(model: Path, tmp_path: Pa
     assert run("verify", model, mirror).exit_code == 0
 
 
-def test_the_rate_of_both_drives() -> None:
-    assert together(3.0, 2.0, 1.0) == 5.0
-    assert together(3.0, 2.0, 0.4) == pytest.approx(5.0)
-    assert together(3.0, 2.0, 0.2) == pytest.approx(3.75)
-    assert together(3.0, 2.0, 0.0) == 3.0
+def test_the_rate_of_several_drives() -> None:
+    first, second, either = frozenset({0}), frozenset({1}), frozenset({0, 1})
+    for share, rate in ((1.0, 5.0), (0.4, 5.0), (0.2, 3.75), (0.0, 3.0)):
+        assert total_rate([3.0, 2.0], {either: share, first: 1 - share}) == pytest.approx(rate)
+    assert total_rate([3.0, 2.0], {first: 0.5, second: 0.5}) == pytest.approx(4.0), "split: the slower one decides"
+    assert total_rate([3.0, 2.0, 1.0], {either: 0.5, frozenset({2}): 0.5}) == pytest.approx(2.0)
+    assert total_rate([3.0, 2.0, 1.0], {frozenset({0, 1, 2}): 1.0}) == pytest.approx(6.0)
+    assert total_rate([3.0], {first: 1.0}) == 3.0
+
+
+def test_shares_are_those_of_the_bytes(model: Path, tmp_path: Path) -> None:
+    total = sum(file.n_bytes - file.data_offset for file in Container.open(model).experts.values())
+    mirror = staged(model, tmp_path / "mirror", "--size", str(total // 2))
+    container = Container.open(model, (mirror,))
+    shares = container.shares((0, 1))
+    assert shares.keys() == {frozenset({0}), frozenset({0, 1})} and sum(shares.values()) == pytest.approx(1)
+    assert shares[frozenset({0, 1})] == pytest.approx(0.5, abs=0.02)
+    assert container.shares((0, 0)) == {frozenset({0}): pytest.approx(1)}
