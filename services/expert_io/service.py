@@ -7,7 +7,6 @@ result that arrives while the shared expert runs has its reads started at once.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,9 +21,10 @@ from native.library import Pool, dispatch_text
 from native.reader import Reader
 from services.expert_io.budget import Budget
 from services.expert_io.layer_run import LayerRun, ReadOrder
-from services.expert_io.pilot import Hints, PilotAccount, PilotTrial
+from services.expert_io.prefetch import Prefetch
 from services.expert_io.slots import Slot, SlotState, SlotTable
 from services.expert_io.store import ExpertStore, ReadFault
+from services.expert_io.warm_up import WarmUp
 from shared.big_memory import SHARED_EXPERTS, Home
 from shared.container.format import owner_of
 from shared.container.reader import Container
@@ -36,23 +36,14 @@ from shared.messages.attention import StepAbandoned
 from shared.messages.control import Ram, RamWanted
 from shared.messages.expert_io import ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
-from shared.residency import Key, make_policy
+from shared.residency import make_policy
 from shared.segments import Segment
 from shared.stages import Stage, StepTimer, pack_found
-from shared.usage import WRITE_EVERY_S, UsageHistory, load_usage, save_usage
 
 # One native call takes at most this many (row, expert) pairs, so that messages and reads are looked at in between.
 PAIRS_PER_CALL = 256
 SHARED_ROWS_PER_CALL = 128
 FEW_PAIRS = 32
-# Guesses hold at most this share of the slots at a time until they turn out right or wrong.
-GUESS_SHARE = 0.25
-# Guesses in flight: enough that the disk does not wait for us between two, few enough to stop at once.
-GUESS_READS = 2
-# Reads that fill free slots while the disk is idle: enough to keep it busy, few enough to be forgotten soon.
-WARM_READS = 2
-# A prompt that wants at least this share of a layer's experts will want as many of the next: they are read ahead unasked.
-AHEAD_SHARE = 0.5
 
 
 @dataclass
@@ -120,19 +111,16 @@ class ExpertIoService(Service):
             ctx.log.info("reads_buffered", path=config.model_dir, reason=reason or "direct_io is off")
         for reader in self._store.readers:
             ctx.bus.add_fd(reader.fd, self._on_reads)
-        self._load_usage()
-        self._adopt()
-        self._pilot = PilotAccount()
-        self._last_end = (-1, 0)  # of the last visit: step, time
-        self._trial = PilotTrial(max(1, sum(layer < spec.n_layers for layer in self._layers)))
-        self._ahead: deque[Key] = deque()  # of the next layer, in file order
-        self._ahead_room = 0
-        self._hints = Hints()
         self._frames_segment = Segment.attach(config.run_id, "frames")
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
         self._counters_segment = Segment.attach(config.run_id, "counters")
         self._counters = Counters(self._counters_segment.buf, "expert_io")
         self._before = self._counters.read()  # of our predecessors
+        self._prefetch = Prefetch(self._table, self._store, self._counters, spec, self._layers)
+        self._warm_up = WarmUp(config, self._table, self._store, self._counters, ctx.log, self._layers, spec.n_experts)
+        # Experts that an earlier process left in named memory are resident from the start.
+        left = self._warm_up.coldest_first(self._store.residents(self._layers))
+        self._table.adopt(left, is_by_policy=self._budget.is_by_policy)
         self._timer = StepTimer("expert_io")
         n_rows = len(self._frames.frame(0).token)
         self._parts = np.empty((n_rows * spec.gate_k, spec.hidden), np.float32)
@@ -140,6 +128,7 @@ class ExpertIoService(Service):
         self._order = np.tile(np.arange(spec.gate_k, dtype=np.int32), (n_rows, 1))
         self._jobs = ExpertJobs(max(spec.n_experts, 1), n_rows * spec.gate_k)
         self._visit: Visit | None = None
+        self._last_end = (-1, 0)  # of the last visit: step, time
         self._early: ExpertsWanted | None = None
         self._counters.set("slots", n_slots)
         self._counters.set("pilot_paused", 0)
@@ -156,17 +145,12 @@ class ExpertIoService(Service):
 
     def tick(self) -> None:
         self._give_back()
-        self._warm_up()
-        if time.monotonic() >= self._save_at:
-            self._save_usage()
+        self._warm_up.tick()
 
     def close(self) -> None:
-        self._save_usage()
-        if self._pilot.recall_of:
-            recall = [(*at, round(right / n, 3)) for at, (right, n) in sorted(self._pilot.recall_of.items())]
-            totals = self._pilot.totals
-            saved_ms, lost_ms = totals.saved_ns // 1_000_000, totals.lost_ns // 1_000_000
-            self._ctx.log.info("pilot_account", saved_ms=saved_ms, lost_ms=lost_ms, recall=recall)
+        self._warm_up.save()
+        if self._prefetch.account.recall_of:
+            self._ctx.log.info("pilot_account", **self._prefetch.summary())
         self._store.close()
         self._pool.close()
         self._part.close()
@@ -177,12 +161,12 @@ class ExpertIoService(Service):
 
     def change_ram(self, msg: RamWanted) -> Ram:
         n_before = self._table.capacity
-        answer = self._budget.answer(msg, self._table, self._expected, self._doom)
+        answer = self._budget.answer(msg, self._table, self._warm_up.expected, self._prefetch.stop)
         self._give_back()
         if self._table.capacity != n_before:
             self._counters.set("slots", answer.n_slots)
             self._ctx.log.info("ram_changed", budget_bytes=answer.budget_bytes, slots=answer.n_slots, before=n_before)
-            self._plan_warm_up()
+            self._warm_up.plan()
         if self._visit and self._visit.run:
             self._issue(self._visit.run.more_reads())
         return answer
@@ -202,7 +186,7 @@ class ExpertIoService(Service):
         elif isinstance(msg, ExpertsWanted):
             self._on_wanted(msg)
         elif isinstance(msg, PilotHint):
-            self._on_hint(msg)
+            self._prefetch.hinted(msg, self._visit.run if self._visit else None)
         elif isinstance(msg, StepAbandoned) and self._visit and self._visit.step < msg.before:
             self._abandon()
 
@@ -235,8 +219,7 @@ class ExpertIoService(Service):
             for slot in run.start():
                 self._store.promote(slot)
             self._issue(run.more_reads())
-            self._judge_guesses(visit, run)
-            self._plan_ahead(run)
+            self._prefetch.visit_began(run)
             counters = visit.run.counters
             stage.n_bytes = pack_found(counters.hits, counters.late_hits, counters.misses)
 
@@ -281,164 +264,6 @@ class ExpertIoService(Service):
         for order in orders:
             self._store.start_read(order.slot, speculative=False)
 
-    # -- guesses ---------------------------------------------------------------------------------------------
-
-    def _on_hint(self, msg: PilotHint) -> None:
-        if msg.layer not in self._layers:
-            return
-        visit = self._visit
-        if visit and visit.run and (msg.step, msg.layer) <= (visit.step, visit.layer):
-            return  # too late
-        self._hints.add(msg.step, msg.layer, msg.experts, msg.signal)
-        self._read_guesses()
-
-    def _read_guesses(self) -> None:
-        """Keeps a few guesses in flight, at the disk's second priority, as long as there are any worth their slot."""
-        if self._visit and self._visit.run and self._visit.run.has_pending:
-            return
-        unread, table = self._hints.unread, self._table
-        while unread and self._trial.is_on and len(table.guesses_in_flight()) < GUESS_READS:
-            if table.n_open_guesses >= int(table.capacity * GUESS_SHARE):
-                return
-            guess = unread.popleft()
-            if guess.key[1] >= self._spec.n_experts or table.find(guess.key):
-                continue
-            slot = table.acquire(guess.key, is_guess=True, chance=self._pilot.chance(guess))
-            if slot is None:
-                unread.clear()  # those behind are less likely still
-                return
-            self._pilot.started(guess.key, time.monotonic_ns(), table.last_evicted)
-            self._store.start_read(slot, speculative=True)
-            self._counters.add("pilot_reads", 1)
-
-    def _plan_ahead(self, run: LayerRun) -> None:
-        """Prefill streams the layers: the disk goes on with the next one while this one computes and the next attends."""
-        self._ahead.clear()
-        self._ahead_room = run.passing_limit
-        if len(run.passing) < AHEAD_SHARE * self._spec.n_experts:
-            return
-        following = next((layer for layer in self._layers if run.layer < layer < self._spec.n_layers), None)
-        if following is not None:
-            self._ahead.extend((following, expert) for expert in range(self._spec.n_experts))
-            self._read_ahead()
-
-    def _read_ahead(self) -> None:
-        """Reads ahead as far as the room goes, once nobody waits for a slot."""
-        run = self._visit.run if self._visit else None
-        if run and run.has_pending:
-            return
-        while self._ahead and self._table.n_open_guesses < self._ahead_room:
-            key = self._ahead.popleft()
-            if self._table.find(key):
-                continue
-            slot = self._table.acquire(key, is_guess=True, is_likely=True)
-            if slot is None:
-                return
-            self._store.start_read(slot, speculative=True)
-            self._counters.add("ahead_reads", 1)
-
-    def _judge_guesses(self, visit: Visit, run: LayerRun) -> None:
-        """Books what the guesses for this layer were worth and stops those that are still being read in vain."""
-        now = time.monotonic_ns()
-        named = self._hints.close(visit.step, visit.layer)
-        if named:
-            self._pilot.hinted(visit.layer, named, set(run.experts))
-        for key in run.right_guesses:
-            self._pilot.used(key, now)
-        for key in run.wrong_guesses:
-            self._pilot.wrong(key, now, is_reading=False, is_awaited=False)
-        for expert in run.missing:
-            self._pilot.missed((visit.layer, expert))
-        for slot in self._table.guesses_in_flight():
-            if slot.key and slot.key[0] == visit.layer:
-                self._pilot.wrong(slot.key, now, is_reading=True, is_awaited=run.is_waiting)
-                self._doom(slot)
-
-    def _doom(self, slot: Slot) -> None:
-        self._table.doom(slot)
-        self._store.cancel(slot)
-
-    # -- usage -----------------------------------------------------------------------------------------------
-
-    def _load_usage(self) -> None:
-        """What the model's experts were used for before orders the first victims and the filling of free slots."""
-        self._usage: UsageHistory | None = None
-        self._save_at = float("inf")
-        self._to_warm: deque[Key] = deque()
-        self._warming: set[Key] = set()
-        self._n_warmed = 0
-        path = self._ctx.config.usage_path
-        if path is None or not self._layers:
-            return
-        fingerprint = self._ctx.config.fingerprint
-        self._usage, why_empty = load_usage(Path(path), fingerprint, self._layers, self._spec.n_experts)
-        if why_empty:
-            self._ctx.log.warning("usage_history_ignored", path=path, reason=why_empty)
-        self._save_at = time.monotonic() + WRITE_EVERY_S
-        self._table.policy.restore(self._expected())
-        self._plan_warm_up()
-
-    def _plan_warm_up(self) -> None:
-        """Free slots are filled with what was used most, while the disk has nothing better to do."""
-        self._to_warm.clear()
-        self._to_warm.extend(list(self._expected())[: self._table.capacity])
-
-    def _expected(self) -> dict[Key, float]:
-        """Uses per step by experience, most used first."""
-        return self._usage.expected() if self._usage else {}
-
-    def _adopt(self) -> None:
-        """Experts that an earlier process left in named memory are resident from the start."""
-        found = self._store.residents(self._layers)
-        warmth = {key: -place for place, key in enumerate(self._to_warm)}
-        coldest_first = sorted(found.items(), key=lambda item: warmth.get(item[1], -len(warmth)))
-        self._table.adopt(dict(coldest_first), is_by_policy=self._budget.is_by_policy)
-
-    @staticmethod
-    def _count_usage(usage: UsageHistory, run: LayerRun) -> None:
-        weights = [run.passing.get(e, 1.0) for e in run.experts] if run.passing else 1.0
-        usage.count(run.layer, run.experts, weights)
-
-    def _save_usage(self) -> None:
-        """Writes the history if there is anything new in it."""
-        if self._usage is None:
-            return
-        self._save_at = time.monotonic() + WRITE_EVERY_S
-        if not self._usage.has_news:
-            return
-        path = self._ctx.config.usage_path
-        assert path is not None
-        try:
-            save_usage(Path(path), self._ctx.config.fingerprint, self._usage)
-        except OSError as error:
-            self._ctx.log.warning("usage_history_off", path=path, reason=error.strerror or str(error))
-            self._usage = None
-
-    def _warm_up(self) -> None:
-        """Fills free slots, the warmest experts first, by speculative reads: a demand read stops them at their next piece."""
-        while self._to_warm and len(self._warming) < WARM_READS:
-            if not self._table.has_free:
-                self._to_warm.clear()
-                break
-            key = self._to_warm.popleft()
-            if self._table.find(key):
-                continue
-            slot = self._table.acquire(key, is_guess=False)
-            assert slot is not None
-            self._store.start_read(slot, speculative=True)
-            self._warming.add(key)
-
-    def _end_warm(self, slot: Slot) -> None:
-        """A read ended; if it was one of ours, the next may start."""
-        if slot.key not in self._warming:
-            return
-        self._warming.remove(slot.key)
-        self._n_warmed += 1
-        self._counters.add("warm_reads", 1)
-        self._warm_up()
-        if not self._warming:
-            self._ctx.log.info("warmed", experts=self._n_warmed, resident=self._table.n_used)
-
     # -- work ------------------------------------------------------------------------------------------------
 
     def work(self) -> bool:
@@ -461,9 +286,7 @@ class ExpertIoService(Service):
             self._reduce(visit)
             return False
         if run.is_starved:
-            guesses = self._table.guesses_in_flight()
-            for slot in guesses:
-                self._doom(slot)
+            self._prefetch.stop_all()
         if not visit.wait_start_ns:
             visit.wait_start_ns = time.monotonic_ns()
         return False
@@ -508,7 +331,7 @@ class ExpertIoService(Service):
         run.computed(taken)
         self._give_back()
         self._issue(run.more_reads())
-        self._read_ahead()
+        self._prefetch.go_on(run)
 
     def _reduce(self, visit: Visit) -> None:
         frame = self._frame(visit)
@@ -537,12 +360,11 @@ class ExpertIoService(Service):
         # From here on attention computes, and nobody waits for what is only counted.
         assert visit.run
         self._account(visit.run)
-        if self._usage:
-            self._count_usage(self._usage, visit.run)
+        self._warm_up.count(visit.run)
         if visit.is_trial:
-            self._trial.visited(visit.step, took_ns)
+            self._prefetch.trial.visited(visit.step, took_ns)
         has_all = self._table.n_used >= self._n_experts  # then a guess can't tell the store anything
-        self._counters.set("pilot_paused", int(has_all or not self._trial.is_on))
+        self._counters.set("pilot_paused", int(has_all or not self._prefetch.trial.is_on))
 
     def _report_non_finite(self, visit: Visit, frame: Frame) -> None:
         """Name the expert whose output is not finite and stop it from spreading."""
@@ -564,7 +386,7 @@ class ExpertIoService(Service):
 
     def _abandon(self) -> None:
         visit, self._visit = self._visit, None
-        self._ahead.clear()
+        self._prefetch.forget()
         if visit and visit.run:
             visit.run.abandon()
             self._give_back()
@@ -576,9 +398,9 @@ class ExpertIoService(Service):
         for slot, done, fault in self._store.finished():
             visit = self._visit
             self._timer.record(Stage.IO_READ, slot.key[0] if slot.key else -1, done.start_ns, done.end_ns, done.bytes)
-            self._end_warm(slot)
+            self._warm_up.read_ended(slot)
             if slot.key:
-                self._pilot.read_ended(slot.key, done.start_ns, done.end_ns)
+                self._prefetch.account.read_ended(slot.key, done.start_ns, done.end_ns)
             if slot.is_doomed or done.cancelled:
                 self._table.release(slot)
             elif fault is None:
@@ -590,13 +412,12 @@ class ExpertIoService(Service):
             if visit and visit.run:
                 self._issue(visit.run.more_reads())
         self._give_back()
-        self._read_guesses()
-        self._read_ahead()
+        self._prefetch.go_on(self._visit.run if self._visit else None)
         self._publish()
 
     def _publish(self) -> None:
         """What the read pool and the slot table count themselves goes into the shared counters."""
-        counters = self._store.counters()
+        counters, totals = self._store.counters(), self._prefetch.account.totals
         for name, total in (
             ("bytes_demand", counters.bytes_demand),
             ("bytes_speculative", counters.bytes_speculative),
@@ -606,10 +427,10 @@ class ExpertIoService(Service):
             ("evictions", self._table.n_evicted),
             ("pilot_wasted", self._table.n_guesses_wasted),
             ("ahead_wasted", self._table.n_ahead_wasted),
-            ("pilot_saved_ns", self._pilot.totals.saved_ns),
-            ("pilot_lost_ns", self._pilot.totals.lost_ns),
-            ("pilot_wanted", self._pilot.totals.wanted),
-            ("pilot_right", self._pilot.totals.right),
+            ("pilot_saved_ns", totals.saved_ns),
+            ("pilot_lost_ns", totals.lost_ns),
+            ("pilot_wanted", totals.wanted),
+            ("pilot_right", totals.right),
             ("copy_faults", self._store.n_copy_faults),
         ):
             self._counters.set(name, self._before[name] + total)

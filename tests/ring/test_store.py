@@ -74,7 +74,7 @@ def warm(ring: Ring) -> int:
     """Lets the store's idle time pass; returns how many experts lie in slots."""
     store = ring.services["expert_io"]
     store.tick()
-    while store._warming:
+    while store._warm_up.in_flight:
         ring.step()
     return store._table.n_used  # type: ignore[no-any-return]
 
@@ -92,7 +92,7 @@ def test_a_new_store_fills_its_slots_in_order_of_use_before_anybody_asks(convert
     assert usage.stat().st_mode & 0o777 == 0o600
     with Ring(model, tmp_path, n_slots=n_slots, usage_path=str(usage)) as ring:
         store = ring.services["expert_io"]
-        expected = list(store._usage.expected())[:n_slots]
+        expected = list(store._warm_up.usage.expected())[:n_slots]
         assert warm(ring) == n_slots
         assert {slot.key for slot in store._table.slots} == set(expected)
         assert store._counters.get("warm_reads") == n_slots == store._counters.get("reads")
@@ -110,7 +110,7 @@ def test_demand_does_not_wait_for_a_store_that_warms_up(converted: Converted, tm
     with Ring(model, tmp_path, usage_path=str(usage)) as ring:
         store = ring.services["expert_io"]
         store.tick()
-        assert store._warming
+        assert store._warm_up.in_flight
         assert ring.generate(prompt, 12).tokens == first
         warm(ring)
         counters = store._counters.read()
@@ -121,13 +121,13 @@ def test_demand_does_not_wait_for_a_store_that_warms_up(converted: Converted, tm
 def test_without_a_history_nothing_is_written_and_with_one_at_most_once_a_minute(
     converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.expert_io import service
+    from services.expert_io import warm_up
 
     model = converted("deepseek_v3", "int8")
     saved: list[Path] = []
-    now = [service.time.monotonic()]
-    monkeypatch.setattr(service, "save_usage", lambda path, *_: saved.append(path))
-    monkeypatch.setattr(service.time, "monotonic", lambda: now[0])
+    now = [warm_up.time.monotonic()]
+    monkeypatch.setattr(warm_up, "save_usage", lambda path, *_: saved.append(path))
+    monkeypatch.setattr(warm_up.time, "monotonic", lambda: now[0])
     for path in (None, tmp_path / "usage"):
         saved.clear()
         with Ring(model, tmp_path, usage_path=path and str(path)) as ring:
@@ -151,7 +151,7 @@ def test_a_damaged_expert_found_while_warming_harms_nobody(converted: Converted,
     usage = tmp_path / "usage"
     with Ring(model, tmp_path, usage_path=str(usage)) as ring:
         ring.generate(prompt, 4)
-        layer, expert = next(iter(ring.services["expert_io"]._usage.expected()))
+        layer, expert = next(iter(ring.services["expert_io"]._warm_up.usage.expected()))
     file = Container.open(model).experts[layer]
     with file.path.open("r+b") as out:
         out.seek(file.offset_of(expert) + 100)
@@ -175,7 +175,7 @@ def test_the_account_of_guesses_adds_up(pilot: str, converted: Converted, tmp_pa
         store = ring.services["expert_io"]
         store._publish()
         counters = store._counters.read()
-        table, account = store._table, store._pilot
+        table, account = store._table, store._prefetch.account
         assert counters["pilot_reads"] > 0
         undecided = table.n_open_guesses + len(table._stale)
         assert counters["pilot_reads"] == counters["pilot_useful"] + counters["pilot_wasted"] + undecided
@@ -238,7 +238,7 @@ def test_while_guessing_rests_the_router_makes_no_guess(converted: Converted, tm
 
     with Ring(model, tmp_path, n_slots=20, pilot="on") as ring:
         ring.on_deliver = watch
-        trial = ring.services["expert_io"]._trial
+        trial = ring.services["expert_io"]._prefetch.trial
         n_visits = sum(layer < ring.spec.n_layers for layer in ring.spec.moe_layers)
         ring.generate(prompt, 200)
         assert 0 < len(hints) < 199 * (2 * n_visits - 1), "steps without guesses have passed"
