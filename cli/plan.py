@@ -27,7 +27,7 @@ from shared.warm_sets import find_sets, known_dirs
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--ram", help='Memory for the whole group, for example "12G". Default: a share of what is available now.')
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="For a checkpoint: as if converted to this.")
-@click.option("--slots", type=click.IntRange(0), help="Expert slots in all.")
+@click.option("--slots", help="Expert slots in all; all: as many as fit.")
 @click.option("--context", "max_context", type=click.IntRange(1), help="Tokens per sequence.")
 @click.option("--sequences", "max_sequences", type=click.IntRange(1), help="Sequences at the same time.")
 @click.option("--prefill-chunk", type=click.IntRange(1), help="Prompt tokens per step.")

@@ -53,7 +53,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--host", help="address to listen on (default 127.0.0.1)")
     add("--port", type=int, help="port to listen on (default 8484; 0: any free one)")
     add("--ram", metavar="SIZE", help="memory for the whole group, e.g. 12G (default: a share of what is available)")
-    add("--slots", type=int, help="expert slots in all, at least gate_k + 1 (default: what is left of the memory)")
+    add(
+        "--slots",
+        metavar="N|all",
+        help="expert slots in all, at least gate_k + 1; all: as many as fit, and say what is missing (default: as many as fit)",
+    )
     add("--threads", type=int, help="compute threads (default: the usable CPUs)")
     add("--kv-dtype", choices=("f32", "bf16"), help="precision of the KV cache (default bf16)")
     add("--prefill-chunk", type=int, metavar="N", help="prompt tokens per step (default: from the memory)")
@@ -192,6 +196,8 @@ def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
         sweep_dead_runs()
         plan = launch.make_plan(settings, run_dir, port, lambda text: _say(f"colibri-up: {text}"))
         _say(_summary(plan))
+        if settings.slots == "all" and plan.ledger.n_slots < plan.ledger.n_experts:
+            _say(_clamped(plan.ledger))
         for note in plan.notes:
             _say(f"note: {note}")
         group = launch.start(plan, lock_fd, keeper)
@@ -283,6 +289,14 @@ def _summary(plan: Any) -> str:
         f"model {config.model_name} ({plan.spec.family}): {_size(ledger.total_bytes)} of {_size(ledger.budget_bytes)} memory"
         f"{warm}, {experts}, context {config.max_context:,} x {config.max_sequences}, "
         f"{config.n_drafts or 'no'} drafts, {config.n_threads} threads{copies}"
+    )
+
+
+def _clamped(ledger: Any) -> str:
+    missing = (ledger.n_experts - ledger.n_slots) * ledger.slot_bytes
+    return (
+        f"note: slots for all {ledger.n_experts:,} experts would take {_size(missing)} more than the budget; "
+        f"{ledger.n_slots:,} fit, the others are read when they are wanted."
     )
 
 

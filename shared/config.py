@@ -38,8 +38,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Port the HTTP server listens on; 0: any free one."""
     ram_bytes: int = 0
     """Memory for the whole group; 0: a share of what is available now. In TOML and as flag ``ram``, e.g. "12G"."""
-    slots: int = 0
-    """Expert slots in all, at least gate_k + 1; 0: what is left of the memory."""
+    slots: Literal["all"] | int = 0
+    """Expert slots in all, at least gate_k + 1; 0: what is left of the memory; "all": the same, and say what is missing."""
     threads: int = 0
     """Compute threads; 0: the CPUs this process may use."""
     kv_dtype: Literal["f32", "bf16"] = "bf16"
@@ -165,6 +165,15 @@ def parse_draft(text: str | int) -> str | int:
     return text
 
 
+def parse_slots(text: str | int) -> str | int:
+    """``all`` or a number."""
+    if isinstance(text, str) and text != "all":
+        if not text.isdecimal():
+            raise ConfigError(f"slots: {text!r} is neither all nor a number of slots")
+        return int(text)
+    return text
+
+
 _RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
     "ram_bytes": (0, 1 << 60),
@@ -195,6 +204,8 @@ def load_settings(toml_path: str | Path | None = None, overrides: dict[str, Any]
         values["ram_bytes"] = parse_bytes(values.pop("ram"), "ram")
     if "draft" in values:
         values["draft"] = parse_draft(values["draft"])
+    if "slots" in values:
+        values["slots"] = parse_slots(values["slots"])
     allowed = [("ram" if name == "ram_bytes" else name) for name in Settings.__struct_fields__]
     for key in values:
         if key not in Settings.__struct_fields__:

@@ -167,13 +167,18 @@ def _check_settings(spec: ModelSpec, settings: Settings) -> None:
         )
     if settings.max_context == 1:
         raise ConfigError("max_context = 1: at least 2 are needed (a token of the prompt and one of the answer).")
-    if 0 < settings.slots <= spec.gate_k:
+    if 0 < _asked_slots(settings) <= spec.gate_k:
         raise ConfigError(
             f"slots = {settings.slots}: at least {spec.gate_k + 1} are needed (the {spec.gate_k} experts of a "
             "token and one to read into)."
         )
     if isinstance(settings.draft, int) and settings.draft > 0 and not spec.n_mtp:
         raise ConfigError(f"draft = {settings.draft}: this model has no MTP layer that could draft. Use draft = off.")
+
+
+def _asked_slots(settings: Settings) -> int:
+    """A number that must be kept; 0: as many as the memory allows."""
+    return settings.slots if isinstance(settings.slots, int) else 0
 
 
 def _draft_candidates(spec: ModelSpec, settings: Settings) -> tuple[int, ...]:
@@ -209,7 +214,7 @@ def _placed(
         in_memory = made(False)
     except CapacityError:
         return made(True)
-    if settings.slots or in_memory.n_slots >= _FEW_SLOTS * in_memory.n_experts:
+    if _asked_slots(settings) or in_memory.n_slots >= _FEW_SLOTS * in_memory.n_experts:
         return in_memory
     on_disk = made(True)
     return on_disk if on_disk.n_slots > in_memory.n_slots else in_memory
@@ -233,7 +238,8 @@ def _ledger(
     records = dict(zip(spec.moe_layers, facts.record_bytes))
     slot_bytes = _slot_bytes(max(records[layer] for layer in layers))
     n_experts = len(layers) * spec.n_experts
-    min_slots = settings.slots or min(spec.gate_k + 1, n_experts)
+    asked_slots = min(_asked_slots(settings), n_experts)
+    min_slots = asked_slots or min(spec.gate_k + 1, n_experts)
 
     fixed = [
         _dense_line(facts, embedding_on_disk),
@@ -300,7 +306,7 @@ def _ledger(
         lines,
         slot_bytes,
         min_slots,
-        settings.slots or n_experts,
+        asked_slots or n_experts,
         budget,
         available,
         "Give more memory (ram), lower max_context, max_sequences or prefill_chunk, or convert to a smaller precision.",

@@ -39,14 +39,14 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     remove(path)
 
 
-def synthesise(path: Path, n_experts: int) -> None:
+def synthesise(path: Path, n_experts: int, n_layers: int = 4, *, has_mtp: bool = False) -> None:
     sizes = {
         "hidden_size": 1024,
         "moe_intermediate_size": 1280,
         "n_routed_experts": n_experts,
         "max_position_embeddings": 4096,
     }
-    Synthesis(preset_config("tiny", 4) | sizes, "int4").run(path)
+    Synthesis(preset_config("tiny", n_layers, has_mtp) | sizes, "int4").run(path)
 
 
 def remove(path: Path) -> None:
@@ -115,7 +115,7 @@ def test_the_budget_holds_while_topics_alternate_and_when_it_changes(
         assert colibri("ram", str(higher), "--run-dir", str(group.run_dir)).returncode == 0
         sampler.reset()
         assert talk(group) == resident_answers
-        assert counters_of(group)["resident"] == 50
+        assert 47 <= counters_of(group)["resident"] <= counters_of(group)["slots"] == 50  # guesses may be given up
         assert lower < sampler.peak <= higher, sampler.peak_of
 
 
@@ -144,9 +144,42 @@ def test_the_peak_is_what_was_said_at_the_start(start_group: Callable[..., Group
     with MemorySampler(group) as sampler:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda number: group.tokens(topic(number, CONTEXT - 20), 16), (1, 2)))
-        assert counters_of(group)["resident"] == 240
+        assert counters_of(group)["resident"] >= 237
     assert 0.95 * statement <= sampler.peak <= statement, (statement, sampler.peak, sampler.peak_of)
     remove(tmp_path / "model")
+
+
+def test_all_experts_are_asked_for_and_some_fit(
+    wide: Path, start_group: Callable[..., Group], resident_answers: list[list[int]]
+) -> None:
+    """G1: a budget for a tenth of them."""
+    ram = plan_of(wide, draft="off", slots=10, **SMALL).total_bytes
+    group = start_group(wide, ram=ram, slots="all", draft="off", **SMALL)
+    assert "slots for all 96 experts would take 172 MiB more than the budget; 10 fit" in group.said
+    assert counters_of(group)["slots"] == 10
+    with MemorySampler(group) as sampler:
+        assert talk(group, 2) == [*resident_answers[:2], resident_answers[-1]]
+    assert sampler.peak <= ram, sampler.peak_of
+
+
+def test_drafting_takes_its_memory_from_the_slots(start_group: Callable[..., Group], tmp_path: Path) -> None:
+    """G5: the drafter, its cache and its larger records stay within the same budget."""
+    model = tmp_path / "model"
+    synthesise(model, n_experts=16, n_layers=3, has_mtp=True)
+    ram = plan_of(model, draft=2, slots=12, **SMALL).total_bytes
+    answers, slots_of = [], {}
+    for draft in ("off", 2):
+        planned = plan_of(model, draft=draft, ram_bytes=ram, **SMALL)
+        group = start_group(model, ram=ram, draft=draft, **SMALL)
+        slots_of[draft] = counters_of(group)["slots"]
+        assert slots_of[draft] == planned.n_slots
+        with MemorySampler(group) as sampler:
+            answers.append(talk(group, 2))
+        assert 0.75 * ram < sampler.peak <= ram, sampler.peak_of
+        assert group.stop() == 0
+    assert answers[0] == answers[1]
+    assert slots_of["off"] > slots_of[2] == 12
+    remove(model)
 
 
 def test_bytes_per_token_of_context(start_group: Callable[..., Group], tmp_path: Path) -> None:

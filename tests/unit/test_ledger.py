@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.config import Settings
+from shared.config import GroupConfig, Settings
 from shared.container.format import PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.synth import preset_config
 from shared.errors import CapacityError, ConfigError
 from shared.kv_layout import KV_BLOCK, kv_layout
-from shared.ledger import BUDGET_SHARE, Ledger, make_ledger
+from shared.ledger import BUDGET_SHARE, Ledger, change_budget, make_ledger
 from shared.memory_probe import probe_memory
 from shared.model_spec import ModelSpec
 
@@ -206,6 +206,92 @@ def test_slots_that_do_not_fit() -> None:
     spec, facts = model("glm-5.2", 4)
     with pytest.raises(CapacityError, match="at least 700 expert slots"):
         ledger(spec, facts, 12 * GIB, slots=700)
+
+
+def test_as_many_slots_as_possible() -> None:
+    spec, facts = model("glm-5.2", 4)
+    assert ledger(spec, facts, 12 * GIB, slots="all") == ledger(spec, facts, 12 * GIB)
+    made = ledger(spec, facts, 512 * GIB, slots=5000)
+    assert made.n_slots == made.n_experts == 768
+
+
+def test_drafting_costs_the_slots_what_its_lines_say() -> None:
+    """G5: the same budget, the same sum; what the drafter, its cache and its rows take is missing from the slots."""
+    spec, facts = model("glm-5.2", 4, mtp=True)
+    settings: dict[str, Any] = {"prefill_chunk": 256, "max_context": 4096, "embedding": "memory"}
+    without = ledger(spec, facts, 16 * GIB, draft="off", **settings)
+    with_drafts = ledger(spec, facts, 16 * GIB, draft=2, **settings)
+    assert without.budget_bytes == with_drafts.budget_bytes
+    more = sum(line.bytes for line in with_drafts.fixed) - sum(line.bytes for line in without.fixed)
+    drafter = sum(line.bytes for line in with_drafts.lines if line.owner == "drafter")
+    assert more > drafter > facts.mtp_bytes
+    assert not any(line.owner == "drafter" for line in without.lines)
+    left_without = without.n_slots * without.slot_bytes
+    left_with = with_drafts.n_slots * with_drafts.slot_bytes
+    assert left_without - more - with_drafts.slot_bytes < left_with <= left_without - more + without.slot_bytes
+    for made in (without, with_drafts):
+        assert made.budget_bytes - made.total_bytes < made.slot_bytes
+
+
+def test_what_is_recorded_is_in_it() -> None:
+    spec, facts = model("tiny")
+    plain = ledger(spec, facts, 4 * GIB)
+    recording = ledger(spec, facts, 4 * GIB, record_routing="x")
+    assert recording.total_bytes - plain.total_bytes >= 8 << 20
+
+
+@pytest.mark.parametrize("wanted", [0.5, 0.9, 1.0, 1.1])
+def test_another_budget_for_a_running_group(wanted: float) -> None:
+    """The running group's arithmetic is the start's."""
+    spec, facts = model("glm-5.2", 4)
+    settings: dict[str, Any] = {"draft": "off", "prefill_chunk": 128, "max_context": 1024, "embedding": "memory"}
+    made = make_ledger(spec, facts, Settings(**settings), 14 * GIB, None, frames, reservable_bytes=24 * GIB)
+    config = running(made)
+    n_bytes = int(wanted * made.budget_bytes)
+    changed = change_budget(config, spec.gate_k, made.budget_bytes, n_bytes, made.n_slots, 4 * GIB)
+    anew = make_ledger(spec, facts, Settings(ram_bytes=n_bytes, **settings), 14 * GIB, None, frames)
+    assert changed == anew.n_slots
+    assert (changed - made.n_slots) * (wanted - 1.0) >= 0
+
+
+def test_a_running_group_refuses_what_can_not_be() -> None:
+    spec, facts = model("glm-5.2", 4)
+    made = make_ledger(spec, facts, Settings(draft="off"), 14 * GIB, None, frames, reservable_bytes=24 * GIB)
+    config = running(made)
+    least = sum(line.bytes for line in made.fixed) + 9 * made.slot_bytes
+    assert change_budget(config, 8, made.budget_bytes, least, made.n_slots, 0) == 9
+    with pytest.raises(CapacityError, match=r"at least 9 expert slots(.|\n)*missing"):
+        change_budget(config, 8, made.budget_bytes, least - 1, made.n_slots, 0)
+    with pytest.raises(CapacityError, match=r"14\.00 GiB are asked for, but only"):
+        change_budget(config, 8, made.budget_bytes, 14 * GIB, made.n_slots, GIB)
+    # The machine may have become short of memory since: that is no reason to refuse to give some back.
+    assert change_budget(config, 8, made.budget_bytes, made.budget_bytes - GIB, 0, 0) < made.n_slots
+
+
+def running(made: Ledger) -> GroupConfig:
+    return GroupConfig(
+        run_id="x",
+        run_dir="/x",
+        model_dir="/m",
+        host="",
+        port=0,
+        ram_bytes=made.budget_bytes,
+        n_slots=made.n_slots,
+        slot_bytes=made.slot_bytes,
+        reserved_slots=made.reserved_slots,
+        n_experts=made.n_experts,
+        memory=made.fixed,
+        n_threads=1,
+        kv_dtype="bf16",
+        prefill_chunk=made.prefill_chunk,
+        pilot="off",
+        n_drafts=0,
+        max_sequences=made.max_sequences,
+        max_context=made.max_context,
+        n_kv_blocks=made.n_kv_blocks,
+        n_frames=2,
+        logit_rows=made.logit_rows,
+    )
 
 
 def test_more_than_there_is() -> None:
