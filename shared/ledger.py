@@ -43,12 +43,12 @@ _MIN_CONTEXT = 256
 _MIN_CHUNK = 16
 _TRACE_BYTES = 4 * MIB
 _PROCESS_BYTES = {
-    "gateway": 27 * MIB,
+    "gateway": 28 * MIB,
     "router": 28 * MIB,
     "attention": 26 * MIB,
     "expert_io": 26 * MIB,
     "drafter": 26 * MIB,
-    GROUP: 44 * MIB,  # supervisor, its keeper and colibri-up
+    GROUP: 47 * MIB,  # supervisor, its keeper and colibri-up
 }
 """Interpreter, libraries, sockets: proportional set sizes after some hundred requests, without what has a line of its own.
 
