@@ -239,6 +239,15 @@ class Home:
             return None
         return memory
 
+    def has_complete(self, kind: str, content: int) -> bool:
+        """Whether a predecessor left all of this."""
+        try:
+            found = read_found(run_path(self.directory, self.run_id, kind))
+        except (Unfit, OSError):
+            return False
+        head = found.head
+        return found.is_complete and (head.kind, head.fingerprint, head.content) == (kind, self.fingerprint, content)
+
     def _adopted(self, path: Path, head: Head, n_bytes: int) -> NamedMemory | None:
         try:
             memory = NamedMemory.adopt(path, head, n_bytes)

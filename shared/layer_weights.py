@@ -5,7 +5,7 @@ Names are the container's (docs/container.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,16 +26,22 @@ class DensePart:
     """The dense tensors that one service holds, in huge pages (only this process reads them).
 
     ``wanted`` chooses entries of the container. With ``home`` they lie in named memory of this ``kind`` and are read from the
-    disk only if no predecessor has done so. Raises what ``Container.read_dense`` raises, NativeError without memory.
+    disk only if no predecessor has done so; ``content`` says what they are, by default what the container says. Raises what
+    ``Container.read_dense`` raises, NativeError without memory.
     """
 
     def __init__(
-        self, container: Container, wanted: Callable[[DenseEntry], bool], kind: str = "", home: Home | None = None
+        self,
+        container: Container,
+        wanted: Callable[[DenseEntry], bool],
+        kind: str = "",
+        home: Home | None = None,
+        content: Iterable[str] | None = None,
     ) -> None:
         self._memory: NamedMemory | PrivateMemory | None = None
 
         def allocate(n_bytes: int) -> NDArray[np.uint8]:
-            named = home.open(kind, content_of(container.dense_content(wanted)), n_bytes) if home else None
+            named = home.open(kind, content_of(content or container.dense_content(wanted)), n_bytes) if home else None
             self._memory = named or PrivateMemory(n_bytes)
             return self._memory.array
 

@@ -10,10 +10,10 @@ from native.attention import embed
 from native.kernels import Ffn
 from native.matrix import ACT_F32
 from native.memory import HugeBuffer
-from shared.big_memory import DENSE, Home
+from shared.big_memory import DENSE, Home, content_of
 from shared.container.format import owner_of
-from shared.container.reader import Container
-from shared.container.table import TableOnDisk
+from shared.container.reader import Container, DenseEntry
+from shared.container.table import TableOnDisk, witness
 from shared.layer_weights import DensePart, attn_layer_of, ffn_of, matrix_of
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -25,14 +25,18 @@ class DenseWeights:
     def __init__(self, model_dir: Path, home: Home | None = None, *, embedding_on_disk: bool = False) -> None:
         container = Container.open(model_dir, with_copies=False)
         self.spec = spec = container.spec
-        # First, because verifying it takes memory that is not needed afterwards.
-        self._table = _table_on_disk(container) if embedding_on_disk else None
-        self._part = DensePart(
-            container,
-            lambda entry: owner_of(entry.name, spec) == "dense" and not (embedding_on_disk and entry.name == EMBEDDING),
-            DENSE,
-            home,
-        )
+
+        def is_wanted(entry: DenseEntry) -> bool:
+            return owner_of(entry.name, spec) == "dense" and not (embedding_on_disk and entry.name == EMBEDDING)
+
+        content = list(container.dense_content(is_wanted)) if home else []
+        self._table: TableOnDisk | None = None
+        if embedding_on_disk:
+            content.append(witness(container, EMBEDDING))
+            # First, because verifying it takes memory that is not needed afterwards. Who left a complete dense part behind
+            # has verified this file.
+            self._table = _table_on_disk(container, home is not None and home.has_complete(DENSE, content_of(content)))
+        self._part = DensePart(container, is_wanted, DENSE, home, content)
         tensors = self._part.tensors
         self.layers = [attn_layer_of(spec, i, tensors) for i in range(spec.n_layers)]
         self.dense_ffn: dict[int, Ffn] = {
@@ -69,11 +73,11 @@ class DenseWeights:
             self._table.close()
 
 
-def _table_on_disk(container: Container) -> TableOnDisk:
+def _table_on_disk(container: Container, is_verified: bool) -> TableOnDisk:
     buffers: list[HugeBuffer] = []
 
     def allocate(n_bytes: int) -> np.ndarray:
         buffers.append(HugeBuffer(n_bytes))
         return buffers[0].array
 
-    return TableOnDisk(container, EMBEDDING, allocate, lambda: buffers.pop().close())
+    return TableOnDisk(container, EMBEDDING, allocate, lambda: buffers.pop().close(), is_verified)

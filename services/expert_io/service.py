@@ -131,6 +131,7 @@ class ExpertIoService(Service):
         self._last_end = (-1, 0)  # of the last visit: step, time
         self._early: ExpertsWanted | None = None
         self._counters.set("slots", n_slots)
+        self._counters.set("resident", self._table.n_used)
         self._counters.set("pilot_paused", 0)
         return {
             "kernels": dispatch_text(),

@@ -15,8 +15,8 @@ from shared.log import Log
 from shared.residency import Key
 from shared.usage import WRITE_EVERY_S, UsageHistory, load_usage, save_usage
 
-# Reads at a time: enough to keep the disk busy, few enough to be forgotten soon.
-WARM_READS = 2
+# Reads at a time: at least so many, and twice the pieces that the drive takes at once.
+MIN_READS = 2
 
 
 class WarmUp:
@@ -31,6 +31,8 @@ class WarmUp:
         self.in_flight: set[Key] = set()
         self._waiting: deque[Key] = deque()
         self._n_read = 0
+        pieces = -(-config.slot_bytes // config.read_piece_bytes)
+        self._n_at_once = max(MIN_READS, -(-2 * config.read_depth // pieces))
         self._save_at = float("inf")
         if config.usage_path is None or not layers:
             return
@@ -57,7 +59,7 @@ class WarmUp:
 
     def go_on(self) -> None:
         """Fills free slots, the warmest experts first, by speculative reads: a demand read stops them at their next piece."""
-        while self._waiting and len(self.in_flight) < WARM_READS:
+        while self._waiting and len(self.in_flight) < self._n_at_once:
             if not self._table.has_free:
                 self._waiting.clear()
                 break

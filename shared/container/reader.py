@@ -226,6 +226,15 @@ class Container:
         tensors = {e.name: _as_tensor(e, found[e.name], found.get(f"{e.name}.scale")) for e in entries}
         return {name: tensors[name] for name in self.dense if name in tensors}
 
+    def read_scale(self, name: str) -> npt.NDArray[np.float32] | None:
+        """The scales f32[V] of a table alone, verified; None when its format has none."""
+        entry = self.dense[name]
+        if not entry.scale_bytes:
+            return None
+        (part,) = [part for part in _parts_of(entry) if part.what == f"{name}.scale"]
+        with _Files() as files:
+            return files.fill(part).view(np.float32)
+
     def dense_content(self, wanted: Callable[[DenseEntry], bool]) -> Iterator[str]:
         """What ``read_dense`` would put into the buffer, and where: equal strings, equal bytes."""
         runs, _ = place([part for entry in self.dense.values() if wanted(entry) for part in _parts_of(entry)])

@@ -16,11 +16,18 @@ from shared.errors import ContainerError
 _DTYPES = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}
 
 
+def witness(container: Container, name: str) -> str:
+    """Which table in which file, as long as nobody has written to it."""
+    entry = container.dense[name]
+    found = os.stat(entry.file)
+    return f"{name} {entry.checksum} {entry.offset} {found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+
+
 class TableOnDisk:
     """One table [V, D] of a container, verified when it is opened: that takes its size of memory for a moment.
 
-    ``allocate(n_bytes)`` gives that memory (64-byte aligned), ``free()`` takes it back. Raises what ``Container.read_dense``
-    raises.
+    ``allocate(n_bytes)`` gives that memory (64-byte aligned), ``free()`` takes it back. ``is_verified``: an earlier process has
+    done so, and the file is still the same (``witness``). Raises what ``Container.read_dense`` raises.
     """
 
     def __init__(
@@ -29,13 +36,18 @@ class TableOnDisk:
         name: str,
         allocate: Callable[[int], npt.NDArray[np.uint8]],
         free: Callable[[], None],
+        is_verified: bool = False,
     ) -> None:
         entry = container.dense[name]
-        table = container.read_dense({name}, allocate)[name]
-        self.format = table.format
-        self._scale: npt.NDArray[np.float32] | None = None if table.scale is None else table.scale.copy()
-        del table
-        free()
+        self.format = entry.format
+        self._scale: npt.NDArray[np.float32] | None
+        if is_verified:
+            self._scale = container.read_scale(name)
+        else:
+            table = container.read_dense({name}, allocate)[name]
+            self._scale = None if table.scale is None else table.scale.copy()
+            del table
+            free()
         self._name, self._path, self._offset = name, entry.file, entry.offset
         self.n_rows, self.hidden = entry.shape
         self._dtype: Any = _DTYPES[entry.format]

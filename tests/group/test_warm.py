@@ -108,6 +108,7 @@ def test_a_set_that_was_kept_serves_the_next_start(
 
     again = Group(model, run_dir, **options).start()
     assert "still warm" in again.said and int(facts_of(again, "expert_io")["adopted"]) == n_resident
+    assert counters_of(again)["resident"] == n_resident
     assert again.tokens(PROMPT, N_TOKENS) == text
     assert bytes_read(again) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from native.library import NativeError
 from shared.container.reader import Container, aligned_buffer
 from shared.container.synth import Synthesis, preset_config
-from shared.container.table import TableOnDisk
+from shared.container.table import TableOnDisk, witness
 from shared.errors import ChecksumMismatch, ContainerError
 
 NAME = "model.embed_tokens.weight"
@@ -76,3 +77,38 @@ def test_a_damaged_table_is_refused_when_it_is_opened(container: Container) -> N
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(ChecksumMismatch, match=NAME):
         opened(container)
+
+
+def test_what_an_earlier_process_has_verified_is_opened_without_reading_it(container: Container) -> None:
+    def refuse(n_bytes: int) -> np.ndarray:
+        raise AssertionError(f"{n_bytes} bytes were asked for")
+
+    known = TableOnDisk(container, NAME, refuse, lambda: None, is_verified=True)
+    table = opened(container)
+    ids = np.array([3, 1000], np.int32)
+    for a, b in zip(known.rows(ids), table.rows(ids), strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or b is None or np.array_equal(a, b)
+    known.close()
+    table.close()
+
+
+def test_a_file_that_was_written_to_is_another_witness(container: Container) -> None:
+    before = witness(container, NAME)
+    assert witness(container, NAME) == before
+    path = container.dense[NAME].file
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert witness(container, NAME) != before
+
+
+def test_damaged_scales_are_refused_even_then(container: Container) -> None:
+    entry = container.dense[NAME]
+    if not entry.scale_bytes:
+        assert container.read_scale(NAME) is None
+        return
+    with entry.file.open("r+b") as file:
+        file.seek(entry.scale_offset + 3)
+        file.write(b"\x55")
+    with pytest.raises(ChecksumMismatch):
+        TableOnDisk(container, NAME, aligned_buffer, lambda: None, is_verified=True)
