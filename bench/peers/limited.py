@@ -1,7 +1,7 @@
 """Decoding under memory limits that count page cache: llama.cpp, which maps its file, and our group, in turn, each from cold.
 
 llama.cpp lives off the page cache, so the kernel's read-ahead decides how much it reads: it runs with the setting found here
-and with 128 KiB, which suits its access best. Everything else is as in ``bench.peers``.
+and with 128 KiB, Linux's own default, which reads least beyond what is needed. Everything else is as in ``bench.peers``.
 """
 
 from __future__ import annotations
