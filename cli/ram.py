@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from deploy import rundir
+from shared import running
 from shared.big_memory import named_bytes
 from shared.bus import ControlClient
 from shared.config import LOCK_NAME, GroupConfig, Line, parse_bytes
@@ -33,7 +33,7 @@ def command(size: str | None, run_dir: str | None, is_json: bool) -> None:
     the slots keeps its size until the next start.
     """
     directory = Path(run_dir).expanduser().absolute() if run_dir else default_run_dir()
-    config = rundir.running_config(directory)
+    config = running.running_config(directory)
     n_bytes = parse_bytes(size, "size") if size is not None else 0
     if size is not None and n_bytes <= 0:
         raise ConfigError(f"size = {size}: a budget is more than 0 bytes, for example 12G.")
@@ -60,13 +60,13 @@ def _ask(config: GroupConfig, n_bytes: int) -> control.Ram:
 def make_report(config: GroupConfig, ram: control.Ram) -> dict[str, Any]:
     """All figures in bytes. ``held``: what each process holds by itself, by its ledger's owner; segments are apart."""
     run_dir = Path(config.run_dir)
-    found = rundir.processes(run_dir)
+    found = running.processes(run_dir)
     pids = {name: int(entry["pid"]) for name, entry in found.get("services", {}).items() if entry.get("pid")}
-    owner = int(rundir.read_json(run_dir / LOCK_NAME).get("pid", 0))
+    owner = int(running.read_json(run_dir / LOCK_NAME).get("pid", 0))
     held = {name: own_bytes(pid) for name, pid in pids.items()}
     for name, n_bytes in named_bytes(config).items():
         held[name] = held.get(name, 0) + n_bytes
-    held[GROUP] = sum(own_bytes(pid) for pid in (rundir.keeper_pid(run_dir) or 0, owner) if pid)
+    held[GROUP] = sum(own_bytes(pid) for pid in (running.keeper_pid(run_dir) or 0, owner) if pid)
     held[SHARED] = run_bytes(config.run_id)
     planned: dict[str, int] = {}
     for line in lines_of(config, ram):

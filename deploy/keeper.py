@@ -24,8 +24,9 @@ from supervisor.options import ServerOptions
 from supervisor.states import ProcessStates, SupervisorStates, getProcessStateDescription
 from supervisor.supervisord import Supervisor
 
-from deploy.rundir import PROCESSES_NAME, SUPERVISOR_CONF_NAME, clean_run, write_json
+from deploy.rundir import SUPERVISOR_CONF_NAME, clean_run
 from shared.config import FROZEN_NAME, load_frozen
+from shared.running import PROCESSES_NAME, write_json
 from shared.segments import add_owner, process_start
 
 START = b"start\n"

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy import rundir
 from deploy.supervisor_conf import render, services_of
+from shared import running
 from shared.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked
 from shared.endpoints import DRAFTER, Endpoints, default_run_dir, state_dir
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
@@ -287,7 +288,7 @@ class GroupProcess:
         """
         while True:
             self.check()
-            for service, entry in rundir.processes(self.run_dir).get("services", {}).items():
+            for service, entry in running.processes(self.run_dir).get("services", {}).items():
                 words = read_last_words(self.run_dir, service)
                 if words or entry.get("state") in ("BACKOFF", "EXITED", "FATAL"):
                     raise self._start_failed(service, words)
@@ -304,7 +305,7 @@ class GroupProcess:
         if words:
             return StartFailed(f"{service}: {words[1]}", words[0])
         log = self.run_dir / "log" / f"{service}.log"
-        exit_code = rundir.processes(self.run_dir).get("services", {}).get(service, {}).get("exit")
+        exit_code = running.processes(self.run_dir).get("services", {}).get(service, {}).get("exit")
         code = EXIT_CONFIG if exit_code == EXIT_CONFIG else EXIT_FAULT
         return StartFailed(f"{service} ended while starting. The end of {log}:\n{tail(log)}", code)
 
@@ -318,7 +319,7 @@ class GroupProcess:
 
     def given_up(self) -> str | None:
         """The sentence about a service that supervisor does not start any more, None when all is well."""
-        for service, entry in rundir.processes(self.run_dir).get("services", {}).items():
+        for service, entry in running.processes(self.run_dir).get("services", {}).items():
             if service == DRAFTER or entry.get("state") not in ("FATAL", "EXITED"):
                 continue
             if entry["state"] == "EXITED" and entry.get("exit") != EXIT_CONFIG:
@@ -410,7 +411,7 @@ def wait_services_gone(run_dir: Path, timeout_s: float = 5.0) -> None:
     """
     import signal
 
-    pids = [int(entry["pid"]) for entry in rundir.processes(run_dir).get("services", {}).values() if entry.get("pid")]
+    pids = [int(entry["pid"]) for entry in running.processes(run_dir).get("services", {}).values() if entry.get("pid")]
     deadline = time.monotonic() + timeout_s
     while left := [pid for pid in pids if _is_service(pid, run_dir)]:
         if time.monotonic() > deadline:
@@ -441,12 +442,12 @@ def describe(run_dir: Path) -> dict[str, Any]:
     """All that is known about the group in ``run_dir``: for ``--status``. Raises ConfigError when none runs."""
     from shared.bus import ControlClient
 
-    config = rundir.running_config(run_dir)
+    config = running.running_config(run_dir)
     client = ControlClient(Endpoints(run_dir, config.run_id))
     status = client.ask(control.StatusWanted(), control.Status, 1.0)
     client.close(0)
     heard = {s.service: s for s in status.services} if status else {}
-    found = rundir.processes(run_dir)
+    found = running.processes(run_dir)
     services = []
     for name in services_of(config):
         entry = found.get("services", {}).get(name, {})
@@ -473,7 +474,7 @@ def describe(run_dir: Path) -> dict[str, Any]:
         "detail": status.detail if status else "the router does not answer",
         "n_running": status.n_running if status else 0,
         "n_waiting": status.n_waiting if status else 0,
-        "keeper_pid": rundir.keeper_pid(run_dir) or 0,
+        "keeper_pid": running.keeper_pid(run_dir) or 0,
         "services": services,
     }
 
@@ -485,8 +486,8 @@ def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False, k
     """
     from shared.bus import ControlClient
 
-    config = rundir.running_config(run_dir)
-    pid = rundir.keeper_pid(run_dir)
+    config = running.running_config(run_dir)
+    pid = running.keeper_pid(run_dir)
     client = ControlClient(Endpoints(run_dir, config.run_id))
     n_cut = drain(client, config, "colibri-up --stop", is_urgent)
     client.close(0)
@@ -494,7 +495,7 @@ def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False, k
         raise ConfigError(f"the group in {run_dir} has no keeper any more; it is ending or still starting: try again")
     if keep_warm:
         (run_dir / rundir.KEEP_NAME).touch(mode=0o600)
-    stop_keeper(pid, lambda: rundir.keeper_pid(run_dir) != pid)
+    stop_keeper(pid, lambda: running.keeper_pid(run_dir) != pid)
     deadline = time.monotonic() + KEEPER_STOP_S
     while is_locked(run_dir) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -505,7 +506,7 @@ def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False, k
 
 def huge_dir_of(run_dir: Path) -> str | None:
     """Where the group that runs in ``run_dir`` has its named memory. Raises ConfigError when none runs."""
-    return rundir.running_config(run_dir).huge_dir
+    return running.running_config(run_dir).huge_dir
 
 
 def to_json(value: object) -> str:
