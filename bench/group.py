@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -82,20 +83,28 @@ class Group:
 def run_group(
     container: Path, run_dir: Path, n_vocab: int, arguments: list[str], wrap: Wrap = lambda command: command
 ) -> Iterator[Group]:
-    """A group of our own on any free port, stopped at the end. BenchError when it does not start (its words go to stderr)."""
+    """A group of our own on any free port, stopped at the end, by SIGTERM too. BenchError when it does not start (its words
+    go to stderr)."""
     up = [sys.executable, "-m", "deploy.up", "--run-dir", str(run_dir)]
     started = subprocess.run(
         wrap([*up, str(container), "--port", "0", "--daemon", *arguments]), stdout=sys.stderr, check=False
     )
     if started.returncode:
         raise BenchError(f"colibri-up ended with {started.returncode} (its words are above)")
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         found = find_group(run_dir)
         if found is None:
             raise BenchError(f"no group answers in {run_dir}")
         yield Group(found[1], n_vocab, found[0])
     finally:
+        signal.signal(signal.SIGTERM, before)
         subprocess.run([*up, "--stop"], stdout=sys.stderr, timeout=STOP_WAIT_S, check=False)
+
+
+def _end(number: int, _frame: object) -> None:
+    """What was started has to be stopped: by default a signal ends a program without its ``finally``."""
+    sys.exit(128 + number)
 
 
 @dataclass(frozen=True)

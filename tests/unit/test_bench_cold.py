@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -245,3 +246,22 @@ def test_tables_have_a_column_for_each_setting() -> None:
     assert lines[1].split() == ["twice", "4", "(2", "to", "6)", "4"]
     assert lines[2].endswith("2.0")
     assert spread([3.0, 1.0, 2.0], ".0f") == "2 (1 to 3)"
+
+
+def test_a_bench_that_is_told_to_end_stops_its_group(tmp_path: Path) -> None:
+    up = tmp_path / "up"
+    up.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n')
+    up.chmod(0o755)
+    script = (
+        "import os, signal, sys, time\n"
+        "from pathlib import Path\n"
+        "from bench import group\n"
+        f"sys.executable = {str(up)!r}\n"
+        "group.find_group = lambda _: (None, 'http://127.0.0.1:1')\n"
+        "with group.run_group(Path('model'), Path('run'), 10, []):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(10)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m deploy.up --run-dir run --stop"
