@@ -38,8 +38,8 @@ class FrameDims:
 
 
 def stage_rows(spec: ModelSpec) -> int:
-    """Stage rows of one service in one step. expert_io writes the most: a read, a wait and a run per expert of a layer."""
-    return (spec.n_layers + 1) * (16 + 3 * spec.n_experts) + 128
+    """Stage rows of one service in one step. expert_io writes the most: per expert a read, a wait, a run and its slots."""
+    return (spec.n_layers + 1) * (16 + 4 * spec.n_experts) + 128
 
 
 def frame_dims(config: GroupConfig, spec: ModelSpec) -> FrameDims:

@@ -56,6 +56,8 @@ class Stage(IntEnum):
     """expert_io sorts rows by expert, looks at its slots and issues reads; its ``bytes`` are what it found (``pack_found``)"""
     RESIDUAL = 22
     """attention adds the experts' rows to its residual stream"""
+    SLOTS = 23
+    """expert_io takes finished reads into its slots and issues further ones, while it does not wait for any"""
     STREAM = 21
     """router hands new tokens to the gateway"""
 

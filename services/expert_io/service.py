@@ -331,8 +331,9 @@ class ExpertIoService(Service):
         self._counters.add("expert_rows", n_pairs)
         run.computed(taken)
         self._give_back()
-        self._issue(run.more_reads())
-        self._prefetch.go_on(run)
+        with self._timer.stage(Stage.SLOTS, visit.layer):
+            self._issue(run.more_reads())
+            self._prefetch.go_on(run)
 
     def _reduce(self, visit: Visit) -> None:
         frame = self._frame(visit)
@@ -396,6 +397,14 @@ class ExpertIoService(Service):
     # -- reads -----------------------------------------------------------------------------------------------
 
     def _on_reads(self) -> None:
+        visit = self._visit
+        if visit is None or visit.run is None or visit.wait_start_ns:
+            self._take_reads()
+            return
+        with self._timer.stage(Stage.SLOTS, visit.layer):
+            self._take_reads()
+
+    def _take_reads(self) -> None:
         for slot, done, fault in self._store.finished():
             visit = self._visit
             self._timer.record(Stage.IO_READ, slot.key[0] if slot.key else -1, done.start_ns, done.end_ns, done.bytes)
