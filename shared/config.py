@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from shared.errors import ConfigError
+from shared.kept import replace_file
 
 FROZEN_NAME = "group.json"
 BUDGET_NAME = "budget"
@@ -236,11 +237,7 @@ def _in_our_words(text: str) -> str:
 
 def freeze(config: GroupConfig, path: Path) -> None:
     """Writes the configuration, readable by the user alone, at once or not at all."""
-    new = path.with_name(path.name + ".new")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(config), indent=1) + b"\n")
-    new.replace(path)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(config), indent=1) + b"\n")
 
 
 def load_frozen(path: str | Path) -> GroupConfig:

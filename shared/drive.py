@@ -9,7 +9,6 @@ none. ``shared.drive_probe`` measures.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 
 from native.memory import hash64
 from native.reader import ENGINES
+from shared.kept import replace_file
 
 VERSION = 1
 MAX_AGE_S = 30 * 86400.0
@@ -216,12 +216,4 @@ def save_kept(path: Path, mount: Mount, record_bytes: int, profile: DriveProfile
     )
     data = msgspec.json.encode(_File(FORMAT, VERSION, f"{hash64(body):016x}", msgspec.Raw(body)))
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    replace_file(path, data)

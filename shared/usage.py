@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from native.memory import hash64
 from shared.endpoints import state_dir
+from shared.kept import replace_file
 from shared.residency import HALF_LIFE_STEPS, Key
 
 FORMAT = "colibri expert usage"
@@ -219,13 +220,5 @@ def _write(path: Path, fingerprint: str, history: UsageHistory) -> None:
             "rates": body,
         }
     )
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    replace_file(path, data)
     history.written(hash64(body))

@@ -1,0 +1,19 @@
+"""Files that are kept from run to run and replaced whole: a reader finds the old one or the new one, never a part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes ``path`` for this user alone, at once or not at all. Raises OSError."""
+    new = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
