@@ -36,9 +36,8 @@ from bench.roofline import BenchError
 from native.memory import HugeBuffer
 from native.reader import ReadDone, Reader, open_direct
 from shared.container.reader import Container, ExpertFile
-from shared.drive import ReadSetting
+from shared.drive import ReadSetting, kept_folder
 from shared.drive_probe import drive_profile
-from shared.endpoints import state_dir
 
 SCHEMA = 1
 PAUSE_S = 0.004
@@ -232,7 +231,7 @@ def run_store(model: Path, is_quick: bool = False, say: Say = lambda _: None) ->
     files = [file for file in container.experts.values() if file.copies]
     with contextlib.suppress(OSError):
         drop_cache([file.path for file in files])
-    profile = drive_profile(files, state_dir() / "drives", may_write=False, report=say)
+    profile = drive_profile(files, kept_folder(), may_write=False, report=say)
     report = Report(str(model), max(file.record_bytes for file in files), len(files), profile.setting)
     n_rounds, seconds = (2, 0.25) if is_quick else (5, 0.6)
     with DriveCeiling(middle.path, middle.record_bytes) as drive, Records(files, profile.setting) as records:

@@ -185,14 +185,16 @@ def _existing(path: Path) -> Path:
 
 def _kept_rate(path: Path, container: Container) -> float:
     """GB/s that an earlier start or `colibri doctor` measured on this drive; 0: none did."""
-    from shared.drive import kept_path, load_kept
+    from shared.drive import kept_folder, kept_path, load_kept
     from shared.drive_probe import mount_of
-    from shared.endpoints import state_dir
 
     record_bytes = max(file.record_bytes for file in container.experts.values())
+    folder = kept_folder()
+    if folder is None:
+        return 0.0
     try:
         mount = mount_of(_existing(path))
-        kept, _ = load_kept(kept_path(state_dir() / "drives", mount, record_bytes), mount, record_bytes, time.time())
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        kept, _ = load_kept(kept_path(folder, mount, record_bytes), mount, record_bytes, time.time())
+    except OSError:
         return 0.0
     return kept.ceiling / 1e9 if kept else 0.0

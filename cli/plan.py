@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from shared.config import load_settings, parse_bytes
 from shared.container.format import INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.mirror import drives_words, number_drives
 from shared.container.reader import Container
+from shared.drive import kept_folder
 from shared.drive_probe import drives_of
-from shared.endpoints import state_dir
 from shared.ledger import DEFAULT_CHUNK, make_ledger
 from shared.memory_probe import probe_memory
 from shared.model_spec import ModelSpec
-from shared.rates import arithmetic_rate, memory_rate
-from shared.speed import Speed, covering_chunk, predict_speed
+from shared.rates import chunk_for, memory_rate
+from shared.speed import Speed, predict_speed
 from shared.warm_sets import find_sets, known_dirs
 
 
@@ -63,10 +64,7 @@ def command(
         source += f", {warm:,} of it kept warm for this model"
     n_threads = chosen.threads or default_threads()
     disk_bytes_s = disk * 1e9 if disk else _drive_rate(container)
-    chunk = DEFAULT_CHUNK
-    if container and disk_bytes_s and container.experts:
-        weight_format = next(iter(container.experts.values())).format
-        chunk = covering_chunk(spec, facts, disk_bytes_s, arithmetic_rate(weight_format, n_threads))
+    chunk = chunk_for(container, facts, disk_bytes_s, n_threads) if container else DEFAULT_CHUNK
     ledger = make_ledger(spec, facts, chosen, available, shm, chunk=chunk, source=source)
     click.echo(ledger.table())
     click.echo(f"\n{available:,} bytes available ({source}), {shm:,} in /dev/shm, {ledger.segment_bytes:,} of it used")
@@ -93,12 +91,8 @@ def _drive_rate(container: Container | None) -> float:
     """Bytes per second as kept from an earlier start, or measured now; 0: can't be measured with this model."""
     if container is None:
         return 0.0
-    try:
-        folder = state_dir() / "drives"
-    except RuntimeError:  # a user without a home
-        folder = None
-    report = lambda text: click.echo(text, err=True)  # noqa: E731
-    return drives_of(container, folder, may_write=True, report=report).bytes_s
+    report = partial(click.echo, err=True)
+    return drives_of(container, kept_folder(), may_write=True, report=report).bytes_s
 
 
 def _kept_warm(fingerprint: str) -> int:

@@ -24,7 +24,7 @@ from deploy import rundir
 from deploy.supervisor_conf import render, services_of
 from shared import running
 from shared.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked
-from shared.endpoints import DRAFTER, Endpoints, default_run_dir, state_dir
+from shared.endpoints import DRAFTER, Endpoints, default_run_dir
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
 from shared.lifecycle import read_last_words
 from shared.messages import control
@@ -115,10 +115,9 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     from deploy.warm import plan_memory
     from native.library import default_threads
     from shared.container.reader import Container
-    from shared.ledger import DEFAULT_CHUNK, make_ledger
+    from shared.ledger import make_ledger
     from shared.memory_probe import MemoryProbe, own_bytes, probe_memory
-    from shared.rates import arithmetic_rate
-    from shared.speed import covering_chunk
+    from shared.rates import chunk_for
     from shared.usage import usage_path
 
     model_dir = model_dir_of(settings)
@@ -127,12 +126,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     facts = container.facts()
     drives = _drives(container, settings, report)
     drive = drives.first
-    chunk = DEFAULT_CHUNK
-    if drives.bytes_s and container.experts:
-        n_threads = settings.threads or default_threads()
-        weight_format = next(iter(container.experts.values())).format
-        chunk = covering_chunk(container.spec, facts, drives.bytes_s, arithmetic_rate(weight_format, n_threads))
-
+    chunk = chunk_for(container, facts, drives.bytes_s, settings.threads or default_threads())
     ours = own_bytes(os.getpid())  # has a line in the ledger: not to be counted twice
 
     def make(memory: MemoryProbe) -> Ledger:
@@ -196,13 +190,10 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
 
 def _drives(container: Container, settings: Settings, report: Callable[[str], None]) -> Drives:
     """Kept from an earlier start, or measured now. Without usage history nothing is written."""
+    from shared.drive import kept_folder
     from shared.drive_probe import drives_of
 
-    try:
-        folder = state_dir() / "drives"
-    except RuntimeError:  # a user without a home
-        folder = None
-    return drives_of(container, folder, may_write=settings.usage_history, report=report)
+    return drives_of(container, kept_folder(), may_write=settings.usage_history, report=report)
 
 
 def _path_or_none(text: str) -> str | None:

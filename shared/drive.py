@@ -17,6 +17,7 @@ import msgspec
 
 from native.memory import hash64
 from native.reader import ENGINES
+from shared.endpoints import state_dir
 from shared.kept import replace_file
 
 VERSION = 1
@@ -162,8 +163,16 @@ def size_class(record_bytes: int) -> int:
     return max(record_bytes, 1).bit_length() - 1
 
 
+def kept_folder() -> Path | None:
+    """Where this user's results are kept; None for a user without a home: then nothing is."""
+    try:
+        return state_dir() / "drives"
+    except RuntimeError:
+        return None
+
+
 def kept_path(folder: Path, mount: Mount, record_bytes: int) -> Path:
-    """Where the result for records of this size on this mount lies. ``folder``: ``state_dir() / "drives"``."""
+    """Where the result for records of this size on this mount lies, in ``kept_folder()``."""
     safe = "".join(c if c.isalnum() else "-" for c in f"{mount.device} {mount.fs_type}")
     return folder / f"{safe}-{1 << size_class(record_bytes)}"
 

@@ -8,10 +8,12 @@ CapacityError with the arithmetic. ``colibri-up`` starts the group with it, ``co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
 from native.library import default_threads
+from native.memory import HUGE_PAGE
 from shared.config import GroupConfig, Line, Settings
 from shared.container.format import Facts
 from shared.errors import CapacityError, ConfigError
@@ -35,7 +37,6 @@ GROUP = "group"
 """Owners that are no service: the segments, and those who start and watch the services."""
 
 MIB = 1 << 20
-_HUGE_PAGE = 2 * MIB
 _HUGE_WASTE = 0.05
 _KV_SHARE = 0.25
 _WORK_SHARE = 0.10
@@ -141,7 +142,8 @@ def make_ledger(
     for n_drafts in _draft_candidates(spec, settings):
         is_last = n_drafts == _draft_candidates(spec, settings)[-1]
         try:
-            ledger = _placed(spec, facts, settings, available_bytes, reservable_bytes, budget, n_drafts, measure, chunk)
+            given = (spec, facts, settings, available_bytes, reservable_bytes, budget, n_drafts, measure, chunk)
+            ledger = _placed(settings, partial(_ledger, *given))
         except CapacityError:
             if is_last:
                 raise
@@ -190,24 +192,11 @@ def _draft_candidates(spec: ModelSpec, settings: Settings) -> tuple[int, ...]:
     return (DEFAULT_DRAFTS, 0)
 
 
-def _placed(
-    spec: ModelSpec,
-    facts: Facts,
-    settings: Settings,
-    available: int,
-    reservable_bytes: int,
-    budget: int,
-    n_drafts: int,
-    frame_bytes: Callable[..., int],
-    chunk: int,
-) -> Ledger:
-    """With the embedding in memory, or on disk where the model fits only so or where that brings slots and there are few."""
+def _placed(settings: Settings, made: Callable[[bool], Ledger]) -> Ledger:
+    """With the embedding in memory, or on disk where the model fits only so or where that brings slots and there are few.
 
-    def made(on_disk: bool) -> Ledger:
-        return _ledger(
-            spec, facts, settings, available, reservable_bytes, budget, n_drafts, frame_bytes, chunk, on_disk
-        )
-
+    ``made``: the ledger with the embedding on disk, or without.
+    """
     if settings.embedding != "auto":
         return made(settings.embedding == "disk")
     try:
@@ -245,7 +234,7 @@ def _ledger(
         _dense_line(facts, embedding_on_disk),
         Line("router", f"gates of {len(spec.moe_layers)} layers", facts.gate_bytes),
         Line("expert_io", f"shared experts of {len(spec.moe_layers)} layers", facts.shared_bytes),
-        Line("expert_io", f"tables of {n_experts:,} experts", n_experts * _EXPERT_BYTES + _HUGE_PAGE),
+        Line("expert_io", f"tables of {n_experts:,} experts", n_experts * _EXPERT_BYTES + HUGE_PAGE),
         Line(SHARED, "trace and counters", _TRACE_BYTES),
     ]
     if n_drafts:
@@ -416,7 +405,7 @@ def attention_work_bytes(spec: ModelSpec, rows: int, context: int, n_threads: in
 
 def _slot_bytes(record: int) -> int:
     """A record rounded up to huge pages where that wastes little, else to 4096."""
-    huge = -(-record // _HUGE_PAGE) * _HUGE_PAGE
+    huge = -(-record // HUGE_PAGE) * HUGE_PAGE
     return huge if huge - record < _HUGE_WASTE * huge else -(-record // 4096) * 4096
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from native.library import Pool
 from native.memory import HugeBuffer
 from native.probe import ops_rate, read_rate
+from shared.container.format import Facts
+from shared.container.reader import Container
+from shared.ledger import DEFAULT_CHUNK
+from shared.speed import covering_chunk
 
 MEMORY_BYTES = 256 << 20
 ROUNDS = 3
@@ -25,3 +29,11 @@ def arithmetic_rate(weight_format: str, n_threads: int) -> float:
     kind = KIND_OF.get(weight_format, "f32")
     with Pool(n_threads) as pool:
         return max(ops_rate(pool, kind, ITEMS_PER_THREAD * n_threads) for _ in range(ROUNDS))
+
+
+def chunk_for(container: Container, facts: Facts, disk_bytes_s: float, n_threads: int) -> int:
+    """Prompt rows per step that are worth having here; the default where the drive's rate is not known (0)."""
+    if not disk_bytes_s or not container.experts:
+        return DEFAULT_CHUNK
+    weight_format = next(iter(container.experts.values())).format
+    return covering_chunk(container.spec, facts, disk_bytes_s, arithmetic_rate(weight_format, n_threads))

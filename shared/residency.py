@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 Key = tuple[int, int]
 
-DEFAULT_POLICY = "next-use"
 HALF_LIFE_STEPS = 8.0
 """Steps until a use counts half. Chosen on recorded traces (docs/store.md)."""
 PREFILL_WEIGHT = 3.0

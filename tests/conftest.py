@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def _own_state_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
     """What groups remember from run to run stays out of the user's home."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture
+def huge_dir() -> Iterator[Path]:
+    """A directory for named memory. Whether its pages are huge is the machine's affair and changes nothing but speed."""
+    path = Path("/dev/shm") / f"colibri-test-{os.urandom(4).hex()}"
+    path.mkdir(0o700)
+    yield path
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
 
 
 @pytest.fixture(scope="session")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 
 import click
 
 from cli.doctor.finding import Case, Finding, Verdict
 from native.reader import uring_refusal
 from shared.container.reader import Container
-from shared.drive import DriveProfile, Mount
+from shared.drive import DriveProfile, Mount, kept_folder
 from shared.drive_probe import drive_profile, mount_of
-from shared.endpoints import state_dir
 
 SLOW_BYTES_S = 0.5e9
 
@@ -26,7 +24,7 @@ def look(case: Case) -> list[Finding]:
     container = case.container
     profile = drive_profile(
         list(container.experts.values()),
-        _folder(),
+        kept_folder(),
         may_write=True,
         must_measure=case.must_measure,
         report=lambda text: click.echo(f"colibri: {text}", err=True),
@@ -102,13 +100,6 @@ def judge_drive(profile: DriveProfile, mount: Mount, is_spinning: bool, cold_byt
 def _cold_bytes(container: Container) -> int:
     spec = container.spec
     return sum(f.record_bytes * spec.gate_k for layer, f in container.experts.items() if layer < spec.n_layers)
-
-
-def _folder() -> Path | None:
-    try:
-        return state_dir() / "drives"
-    except RuntimeError:  # a user without a home
-        return None
 
 
 def _age(seconds: float) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from native.memory import HUGE_PAGE
 from services.expert_io.slots import Slot, SlotTable
 from shared.config import GroupConfig, read_budget, write_budget
 from shared.errors import CapacityError
@@ -18,8 +19,6 @@ from shared.ledger import change_budget
 from shared.memory_probe import probe_memory
 from shared.messages.control import Ram, RamWanted
 from shared.residency import POLICIES, KeepAll, Key
-
-HUGE_PAGE = 2 << 20
 
 
 class Budget:

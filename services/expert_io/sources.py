@@ -11,12 +11,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from native.reader import open_direct
+from services.expert_io.copies import CopyChooser
 from shared.container.mirror import number_drives
 from shared.container.reader import Container, Copy, ExpertFile
 from shared.errors import StoreError
 from shared.residency import Key
-
-from services.expert_io.copies import CopyChooser  # isort: skip
 
 
 @dataclass(frozen=True)

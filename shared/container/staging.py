@@ -40,7 +40,6 @@ Records = dict[int, frozenset[int]]
 _READ_AHEAD = 3
 _SYNC_BYTES = 256 << 20
 _SPARE_BYTES = 1 << 20
-_BLOCK = 4096
 
 
 @dataclass(frozen=True)

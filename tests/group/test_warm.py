@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,6 @@ pytestmark = pytest.mark.group
 
 PROMPT = [3, 14, 15, 92, 65, 35]
 N_TOKENS = 100
-
-
-@pytest.fixture
-def huge_dir() -> Iterator[Path]:
-    """A directory of named memory. Whether its pages are huge is the machine's affair and changes nothing but speed."""
-    path = Path("/dev/shm") / f"colibri-test-{os.urandom(4).hex()}"
-    path.mkdir(0o700)
-    yield path
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
 
 
 def counters_of(group: Group) -> dict[str, int]:

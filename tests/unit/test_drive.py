@@ -21,6 +21,7 @@ from shared.drive import (
     Mount,
     ReadSetting,
     choose,
+    kept_folder,
     kept_path,
     load_kept,
     profile_of,
@@ -226,3 +227,16 @@ def test_without_direct_reads_only_buffered_ones_are_measured(tmp_path: Path, mo
     with DriveProbe(expert_file(tmp_path / "e", 2, 1 << 16)) as probe:
         assert probe.settings == (BUFFERED,)
         assert profile_of(probe.rates(1, 0.002), NOW).setting == BUFFERED
+
+
+def test_a_user_without_a_home_keeps_nothing_and_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setenv("XDG_STATE_HOME", "")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert kept_folder() is None
+    file = expert_file(tmp_path / "e", 2, 1 << 16)
+    assert drive_profile([file], kept_folder(), may_write=True).setting in (*CANDIDATES, DEFAULT)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert kept_folder() == tmp_path / "colibri" / "drives"

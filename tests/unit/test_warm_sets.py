@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,14 +18,8 @@ MODEL, OTHER = "0123456789abcdef", "fedcba9876543210"
 
 
 @pytest.fixture
-def directory() -> Iterator[Path]:
-    """In /dev/shm, beside what other tests have there."""
-    path = Path("/dev/shm") / f"colibri-test-{os.urandom(4).hex()}"
-    path.mkdir(0o700)
-    yield path
-    for file in path.iterdir():
-        file.unlink()
-    path.rmdir()
+def directory(huge_dir: Path) -> Path:
+    return huge_dir
 
 
 def make_run(directory: Path, fingerprint: str = MODEL, is_complete: bool = True) -> str:
