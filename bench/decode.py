@@ -43,9 +43,9 @@ from bench.drive import DriveCeiling
 from bench.group import SHORT_PROMPT, Group, Moment, Watch
 from bench.roofline import BenchError
 from bench.steps import steps_of
-from shared.client import Answer
 from shared.container.reader import Container
-from shared.stages import StepKind
+from shared.run.client import Answer
+from shared.step.stages import StepKind
 
 SCHEMA = 1
 WARM_TOKENS = 4

@@ -16,12 +16,12 @@ from types import TracebackType
 import numpy as np
 
 from bench.roofline import BenchError
-from shared.client import Answer, Client, find_group
-from shared.config import GroupConfig
-from shared.counters import read_all
-from shared.endpoints import EXPERT_IO
-from shared.segments import COUNTERS, TRACE, Segment
-from shared.stages import TraceRing
+from shared.memory.segments import COUNTERS, TRACE, Segment
+from shared.run.client import Answer, Client, find_group
+from shared.run.config import GroupConfig
+from shared.step.counters import read_all
+from shared.step.stages import TraceRing
+from shared.wire.endpoints import EXPERT_IO
 
 SHORT_PROMPT = 16
 """Tokens in front of decoding."""

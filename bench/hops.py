@@ -15,9 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from shared.bus import Bus
-from shared.endpoints import ATTENTION, GATEWAY, ROUTER, Endpoints
 from shared.messages.layer import HiddenReady
+from shared.wire.bus import Bus
+from shared.wire.endpoints import ATTENTION, GATEWAY, ROUTER, Endpoints
 
 ROUNDS = 8
 PAUSE_S = 0.0005

@@ -41,9 +41,9 @@ from bench.drive import DriveCeiling
 from bench.group import Group, Moment, Watch
 from bench.roofline import BenchError
 from bench.steps import steps_of
-from shared.client import Answer
 from shared.container.reader import Container
-from shared.stages import StepKind
+from shared.run.client import Answer
+from shared.step.stages import StepKind
 
 SCHEMA = 1
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from shared.client import Answer, Client, find_group
+from shared.run.client import Answer, Client, find_group
 
 TRAIN = Path(__file__).parents[1] / "models" / "train"
 KINDS = ("stories", "questions", "mixed")

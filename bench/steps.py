@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shared.stages import COMPUTE, Stage, StepKind, unpack_found
+from shared.step.stages import COMPUTE, Stage, StepKind, unpack_found
 
 OUTSIDE = frozenset({Stage.PLAN, Stage.EMBED, Stage.HEAD, Stage.DENSE_FFN, Stage.SAMPLE, Stage.STREAM})
 """Stages that belong to no MoE layer; every other one does unless its layer is a dense one."""

@@ -36,8 +36,8 @@ from bench.roofline import BenchError
 from native.memory import HugeBuffer
 from native.reader import ReadDone, Reader, open_direct
 from shared.container.reader import Container, ExpertFile
-from shared.drive import ReadSetting, kept_folder
-from shared.drive_probe import drive_profile
+from shared.machine.drive import ReadSetting, kept_folder
+from shared.planning.drive_probe import drive_profile
 
 SCHEMA = 1
 PAUSE_S = 0.004

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from native.library import ISAS, NativeError
-from shared.config import parse_bytes
 from shared.errors import EXIT_FAULT, EXIT_OK, ConfigError
+from shared.run.config import parse_bytes
 
 if TYPE_CHECKING:
     from bench.cold import Setup

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from cli.client import can_show, clean_text, make_streams_safe, open_session, write_text
-from shared.client import Answer, Client, ServerError
+from shared.run.client import Answer, Client, ServerError
 
 HELP = """/help            this list
 /reset           forget the conversation

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
-from shared.client import Client, ask_status, find_group
-from shared.config import GroupConfig, is_locked
-from shared.endpoints import default_run_dir
 from shared.errors import ColibriError, ConfigError
+from shared.run.client import Client, ask_status, find_group
+from shared.run.config import GroupConfig, is_locked
+from shared.wire.endpoints import default_run_dir
 
 START_WAIT_S = 600.0
 """How long a group that somebody else starts may take; a large model takes minutes."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from shared.container.convert import VERSION, Conversion
+from conversion.convert import VERSION, Conversion
 from shared.container.format import INDEX_NAME, PRECISIONS
 from shared.container.reader import Container
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shared.config import parse_bytes
 from shared.container.mirror import drive_of, total_rate
 from shared.container.reader import Container
+from shared.run.config import parse_bytes
 
 if TYPE_CHECKING:
-    from shared.container.staging import StagePlan
+    from conversion.staging import StagePlan
 
 _SHOWN = 20
 Expected = Mapping[tuple[int, int], float]
@@ -80,7 +80,7 @@ def plan_command(
 @_common
 def stage_command(model: Path, directory: Path, size: str | None, others: tuple[Path, ...]) -> None:
     """Copy experts of MODEL to DIR, checksums verified on the way. Interrupted, the same command goes on where it stopped."""
-    from shared.container.staging import stage
+    from conversion.staging import stage
 
     container = Container.open(model, others)
     expected = _expected_use(container)
@@ -131,7 +131,7 @@ def verify_command(model: Path, directory: Path) -> None:
 
 
 def _plan(container: Container, directory: Path, size: str | None, expected: Expected) -> StagePlan:
-    from shared.container.staging import plan_staging
+    from conversion.staging import plan_staging
 
     if not container.experts:
         raise click.UsageError(f"{container.path} has no experts to copy")
@@ -153,7 +153,7 @@ def _describe(container: Container, plan: StagePlan, size: str | None, expected:
 
 def _expected_use(container: Container) -> Expected:
     """The usage history of this model, if there is one."""
-    from shared.usage import load_usage, usage_path
+    from shared.experts.usage import load_usage, usage_path
 
     path = usage_path(container.fingerprint)
     layers = tuple(container.experts)
@@ -185,8 +185,8 @@ def _existing(path: Path) -> Path:
 
 def _kept_rate(path: Path, container: Container) -> float:
     """GB/s that an earlier start or `colibri doctor` measured on this drive; 0: none did."""
-    from shared.drive import kept_folder, kept_path, load_kept
-    from shared.drive_probe import mount_of
+    from shared.machine.drive import kept_folder, kept_path, load_kept
+    from shared.planning.drive_probe import mount_of
 
     record_bytes = max(file.record_bytes for file in container.experts.values())
     folder = kept_folder()

@@ -10,18 +10,18 @@ from typing import Any
 import click
 
 from native.library import default_threads
-from shared.config import load_settings, parse_bytes
 from shared.container.format import INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.mirror import drives_words, number_drives
 from shared.container.reader import Container
-from shared.drive import kept_folder
-from shared.drive_probe import drives_of
-from shared.ledger import DEFAULT_CHUNK, make_ledger
-from shared.memory_probe import probe_memory
-from shared.model_spec import ModelSpec
-from shared.rates import chunk_for, memory_rate
-from shared.speed import Speed, predict_speed
-from shared.warm_sets import find_sets, known_dirs
+from shared.machine.drive import kept_folder
+from shared.machine.memory_probe import probe_memory
+from shared.memory.warm_sets import find_sets, known_dirs
+from shared.model.spec import ModelSpec
+from shared.planning.drive_probe import drives_of
+from shared.planning.ledger import DEFAULT_CHUNK, make_ledger
+from shared.planning.rates import chunk_for, memory_rate
+from shared.planning.speed import Speed, predict_speed
+from shared.run.config import load_settings, parse_bytes
 
 
 @click.command("plan")

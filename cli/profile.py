@@ -21,13 +21,13 @@ from cli.client import make_streams_safe, open_session, write_text
 from cli.profile_report import Facts, Report, analyse, as_json, chrome_trace, format_report
 from cli.profile_storage import StoreFacts
 from cli.run import parse_ids, read_prompt, request_of
-from shared.client import Answer, Client, ask_status, find_group
-from shared.config import FROZEN_NAME, load_frozen
-from shared.counters import read_all
-from shared.endpoints import EXPERT_IO
 from shared.errors import ConfigError
-from shared.segments import COUNTERS, TRACE, Segment
-from shared.stages import TraceRing
+from shared.memory.segments import COUNTERS, TRACE, Segment
+from shared.run.client import Answer, Client, ask_status, find_group
+from shared.run.config import FROZEN_NAME, load_frozen
+from shared.step.counters import read_all
+from shared.step.stages import TraceRing
+from shared.wire.endpoints import EXPERT_IO
 
 POLL_S = 0.05
 SETTLE_S = 2.0

@@ -23,9 +23,9 @@ import numpy as np
 
 from cli.profile_storage import ReadFacts, StoreFacts, of_ceiling, rate_text
 from cli.profile_storage import advice as storage_advice
-from shared.counters import CELLS
-from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
-from shared.stages import NO_LAYER, Stage, StepKind, unpack_found
+from shared.step.counters import CELLS
+from shared.step.stages import NO_LAYER, Stage, StepKind, unpack_found
+from shared.wire.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
 
 HOP: Final = "hop"
 OTHER: Final = "other"
@@ -188,7 +188,7 @@ def _rank(service: str, stage: int) -> int | None:
 
 
 def analyse(rows: np.ndarray, facts: Facts | None = None) -> Report:
-    """``rows``: fields start_ns, end_ns, bytes, step, stage, layer, service, in any order (``shared.stages.TraceRing``)."""
+    """``rows``: fields start_ns, end_ns, bytes, step, stage, layer, service, in any order (``TraceRing``)."""
     report = Report(KindReport("all"), {}, Overlap(), defaultdict(int), facts or Facts())
     rows = rows[np.argsort(rows["start_ns"], kind="stable")]
     is_step = rows["stage"] == Stage.STEP

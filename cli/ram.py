@@ -8,16 +8,16 @@ from typing import Any
 
 import click
 
-from shared import running
-from shared.big_memory import named_bytes
-from shared.bus import ControlClient
-from shared.config import LOCK_NAME, GroupConfig, Line, parse_bytes
-from shared.endpoints import EXPERT_IO, Endpoints, default_run_dir
 from shared.errors import CapacityError, ConfigError
-from shared.ledger import GROUP, SHARED, ledger_table, slots_line
-from shared.memory_probe import limits_of, own_bytes, page_cache_bytes, probe_memory
+from shared.machine.memory_probe import limits_of, own_bytes, page_cache_bytes, probe_memory
+from shared.memory.big_memory import named_bytes
+from shared.memory.segments import run_bytes
 from shared.messages import control
-from shared.segments import run_bytes
+from shared.planning.ledger import GROUP, SHARED, ledger_table, slots_line
+from shared.run import running
+from shared.run.config import LOCK_NAME, GroupConfig, Line, parse_bytes
+from shared.wire.bus import ControlClient
+from shared.wire.endpoints import EXPERT_IO, Endpoints, default_run_dir
 
 ANSWER_S = 30.0
 

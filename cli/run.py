@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from cli.client import Session, clean_text, make_streams_safe, open_session, write_text
-from shared.client import Answer
+from shared.run.client import Answer
 
 
 @click.command("run")

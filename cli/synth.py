@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from conversion.synth import PRESETS, Synthesis, preset_config
 from shared.container.format import PRECISIONS
-from shared.container.synth import PRESETS, Synthesis, preset_config
 
 
 @click.command("synth")

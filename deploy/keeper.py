@@ -25,9 +25,10 @@ from supervisor.states import ProcessStates, SupervisorStates, getProcessStateDe
 from supervisor.supervisord import Supervisor
 
 from deploy.rundir import SUPERVISOR_CONF_NAME, clean_run
-from shared.config import FROZEN_NAME, load_frozen
-from shared.running import PROCESSES_NAME, write_json
-from shared.segments import add_owner, process_start
+from shared.machine.processes import process_start
+from shared.memory.segments import add_owner
+from shared.run.config import FROZEN_NAME, load_frozen
+from shared.run.running import PROCESSES_NAME, write_json
 
 START = b"start\n"
 _HAS_PROCESS = (ProcessStates.STARTING, ProcessStates.RUNNING, ProcessStates.STOPPING)

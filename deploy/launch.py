@@ -22,19 +22,19 @@ from typing import TYPE_CHECKING, Any
 
 from deploy import rundir
 from deploy.supervisor_conf import render, services_of
-from shared import running
-from shared.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked
-from shared.endpoints import DRAFTER, Endpoints, default_run_dir
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
-from shared.lifecycle import read_last_words
 from shared.messages import control
+from shared.run import running
+from shared.run.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked
+from shared.run.lifecycle import read_last_words
+from shared.wire.endpoints import DRAFTER, Endpoints, default_run_dir
 
 if TYPE_CHECKING:
     from shared.container.reader import Container
-    from shared.drive_probe import Drives
-    from shared.ledger import Ledger
-    from shared.model_spec import ModelSpec
-    from shared.warm_sets import WarmSet
+    from shared.memory.warm_sets import WarmSet
+    from shared.model.spec import ModelSpec
+    from shared.planning.drive_probe import Drives
+    from shared.planning.ledger import Ledger
 
 EMBEDDED_MODEL = "fledgling"
 TRACE_ROWS = 1 << 16
@@ -115,10 +115,10 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     from deploy.warm import plan_memory
     from native.library import default_threads
     from shared.container.reader import Container
-    from shared.ledger import make_ledger
-    from shared.memory_probe import MemoryProbe, own_bytes, probe_memory
-    from shared.rates import chunk_for
-    from shared.usage import usage_path
+    from shared.experts.usage import usage_path
+    from shared.machine.memory_probe import MemoryProbe, own_bytes, probe_memory
+    from shared.planning.ledger import make_ledger
+    from shared.planning.rates import chunk_for
 
     model_dir = model_dir_of(settings)
     mirrors = tuple(str(Path(text).expanduser().absolute()) for text in settings.mirror)
@@ -190,8 +190,8 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
 
 def _drives(container: Container, settings: Settings, report: Callable[[str], None]) -> Drives:
     """Kept from an earlier start, or measured now. Without usage history nothing is written."""
-    from shared.drive import kept_folder
-    from shared.drive_probe import drives_of
+    from shared.machine.drive import kept_folder
+    from shared.planning.drive_probe import drives_of
 
     return drives_of(container, kept_folder(), may_write=settings.usage_history, report=report)
 
@@ -203,10 +203,11 @@ def _path_or_none(text: str) -> str | None:
 
 def create_segments(plan: Plan) -> None:
     """All named memory of the group. Raises CapacityError; what was created by then is removed by ``clean_run``."""
-    from shared import counters, segments
-    from shared.frame import frame_bytes, frame_dims
-    from shared.kv_layout import kv_layout
-    from shared.stages import TraceRing
+    from shared.memory import segments
+    from shared.model.kv_layout import kv_layout
+    from shared.step import counters
+    from shared.step.frame import frame_bytes, frame_dims
+    from shared.step.stages import TraceRing
 
     config, spec = plan.config, plan.spec
     dims = frame_dims(config, spec)
@@ -251,7 +252,7 @@ class GroupProcess:
     """A started group, seen from the process that started it. ``stdin`` of the keeper ties its life to ours."""
 
     def __init__(self, config: GroupConfig, keeper: subprocess.Popen[bytes]) -> None:
-        from shared.bus import ControlClient
+        from shared.wire.bus import ControlClient
 
         self.config = config
         self.run_dir = Path(config.run_dir)
@@ -340,8 +341,8 @@ class GroupProcess:
 
 def start(plan: Plan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupProcess:
     """Creates segments and files, tells the keeper to start. Whatever fails, nothing but the keeper is left."""
-    from shared import warm_sets
-    from shared.segments import add_owner
+    from shared.memory import warm_sets
+    from shared.memory.segments import add_owner
 
     config = plan.config
     run_dir = Path(config.run_dir)
@@ -431,7 +432,7 @@ def tail(path: Path, n_lines: int = 12) -> str:
 
 def describe(run_dir: Path) -> dict[str, Any]:
     """All that is known about the group in ``run_dir``: for ``--status``. Raises ConfigError when none runs."""
-    from shared.bus import ControlClient
+    from shared.wire.bus import ControlClient
 
     config = running.running_config(run_dir)
     client = ControlClient(Endpoints(run_dir, config.run_id))
@@ -475,7 +476,7 @@ def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False, k
 
     ``keep_warm``: its named memory stays, for the next start of the same model.
     """
-    from shared.bus import ControlClient
+    from shared.wire.bus import ControlClient
 
     config = running.running_config(run_dir)
     pid = running.keeper_pid(run_dir)

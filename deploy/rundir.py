@@ -23,11 +23,11 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from shared.config import BUDGET_NAME, FROZEN_NAME, LOCK_NAME, load_frozen
-from shared.endpoints import Endpoints
 from shared.errors import ConfigError
-from shared.running import PROCESSES_NAME, read_json
-from shared.segments import unlink_run
+from shared.memory.segments import unlink_run
+from shared.run.config import BUDGET_NAME, FROZEN_NAME, LOCK_NAME, load_frozen
+from shared.run.running import PROCESSES_NAME, read_json
+from shared.wire.endpoints import Endpoints
 
 SUPERVISOR_CONF_NAME = "supervisord.conf"
 KEEP_NAME = "keep-warm"
@@ -100,7 +100,7 @@ def _clean_named_memory(run_dir: Path, run_id: str, was_killed: bool) -> None:
         return
     if config.huge_dir is None or config.run_id != run_id:
         return
-    from shared import warm_sets  # with NumPy and the kernels: not needed by most starts and stops
+    from shared.memory import warm_sets  # with NumPy and the kernels: not needed by most starts and stops
 
     directory = Path(config.huge_dir)
     if (run_dir / KEEP_NAME).exists():

@@ -6,8 +6,8 @@ import os
 import shlex
 import sys
 
-from shared.config import FROZEN_NAME, GroupConfig
-from shared.endpoints import DRAFTER, SERVICES
+from shared.run.config import FROZEN_NAME, GroupConfig
+from shared.wire.endpoints import DRAFTER, SERVICES
 
 STOP_WAIT_S = 6
 START_RETRIES = 3

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from native.errors import LibraryError
-from shared.config import Settings, load_settings
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError, ConfigError
+from shared.run.config import Settings, load_settings
 
 SETTING_FLAGS = (
     "run_dir",
@@ -180,7 +180,7 @@ def _say(text: str) -> None:
 
 def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
     from deploy import rundir
-    from shared.segments import sweep_dead_runs
+    from shared.memory.segments import sweep_dead_runs
 
     from deploy import launch  # isort: skip
 
@@ -339,13 +339,13 @@ def _status(settings: Settings, as_json: bool) -> int:
 
 
 def _kept_sets(settings: Settings) -> list[Any]:
-    from shared import warm_sets
+    from shared.memory import warm_sets
 
     return warm_sets.find_sets(warm_sets.known_dirs(settings.huge_dir))
 
 
 def _drop_warm(settings: Settings) -> int:
-    from shared import warm_sets
+    from shared.memory import warm_sets
 
     found = _kept_sets(settings)
     for warm in found:

@@ -12,15 +12,15 @@ from pathlib import Path
 import msgspec
 
 from native.memory import HUGE_PAGE
-from shared import warm_sets
-from shared.big_memory import FINGERPRINT, PAGE_BYTES
-from shared.config import Settings
 from shared.container.format import Facts
 from shared.errors import CapacityError, ConfigError
-from shared.huge_pages import SHM_DIR, Place, candidate_dirs, probe_place
-from shared.ledger import Ledger
-from shared.memory_probe import MemoryProbe
-from shared.warm_sets import WarmSet
+from shared.machine.memory_probe import MemoryProbe
+from shared.memory import warm_sets
+from shared.memory.big_memory import FINGERPRINT, PAGE_BYTES
+from shared.memory.huge_pages import SHM_DIR, Place, candidate_dirs, probe_place
+from shared.memory.warm_sets import WarmSet
+from shared.planning.ledger import Ledger
+from shared.run.config import Settings
 
 
 @dataclass

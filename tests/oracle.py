@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.container.convert import Conversion
+from conversion.convert import Conversion
 
 ORACLES = ("glm_moe_dsa", "glm_moe_dsa_fp8", "deepseek_v3", "deepseek_v32")
 PRECISIONS = ("f32", "bf16", "int8", "int4")

@@ -34,9 +34,9 @@ from bench.roofline import BenchError
 from native.library import Pool, default_threads
 from native.memory import HugeBuffer
 from native.probe import read_rate
-from shared.config import parse_bytes
 from shared.container.format import INDEX_NAME
 from shared.errors import ColibriError
+from shared.run.config import parse_bytes
 
 PLAIN_BYTES = 256 * MIB
 READ_BYTES = 8 * MIB

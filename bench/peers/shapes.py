@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from conversion.synth import Synthesis, preset_config
 from shared.container.format import ContainerPlan, DenseItem, ExpertFilePlan
-from shared.container.synth import Synthesis, preset_config
 from shared.errors import ConfigError
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 
 ARCHITECTURE = "glm-dsa"
 PRECISION = "int4"

@@ -11,8 +11,8 @@ import click
 from cli.cache_sim import simulate as sim
 from cli.cache_sim.plot import line_chart
 from shared.errors import ConfigError
-from shared.residency import POLICIES
-from shared.traces import TraceHeader, TraceReader
+from shared.experts.residency import POLICIES
+from shared.experts.traces import TraceHeader, TraceReader
 
 NAMES = (sim.OPTIMUM, sim.ONE_STEP_AHEAD, *POLICIES)
 

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shared.residency import POLICIES, Key, NextUse, Policy, Ranking, passing_limit
-from shared.traces import TraceStep
+from shared.experts.residency import POLICIES, Key, NextUse, Policy, Ranking, passing_limit
+from shared.experts.traces import TraceStep
 
 OPTIMUM = "optimum"
 ONE_STEP_AHEAD = "one-step-ahead"

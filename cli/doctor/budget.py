@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cli.doctor.finding import Case, Finding, Verdict
-from shared.memory_probe import MemoryProbe, probe_memory
+from shared.machine.memory_probe import MemoryProbe, probe_memory
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_SHM_BYTES = 256 * MIB

@@ -10,8 +10,8 @@ import click
 from cli.doctor.finding import Case, Finding, Verdict
 from native.reader import uring_refusal
 from shared.container.reader import Container
-from shared.drive import DriveProfile, Mount, kept_folder
-from shared.drive_probe import drive_profile, mount_of
+from shared.machine.drive import DriveProfile, Mount, kept_folder
+from shared.planning.drive_probe import drive_profile, mount_of
 
 SLOW_BYTES_S = 0.5e9
 

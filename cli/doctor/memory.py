@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from cli.doctor.finding import Case, Finding
-from shared.huge_pages import SETTING_FILE, SHM_DIR, Place, candidate_dirs, probe_place
-from shared.memory_probe import probe_memory
-from shared.warm_sets import WarmSet, find_sets, known_dirs
+from shared.machine.memory_probe import probe_memory
+from shared.memory.huge_pages import SETTING_FILE, SHM_DIR, Place, candidate_dirs, probe_place
+from shared.memory.warm_sets import WarmSet, find_sets, known_dirs
 
 GIB = 1 << 30
 MOUNT_POINT = "/mnt/colibri"

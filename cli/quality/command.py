@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from shared.config import Settings
+from shared.run.config import Settings
 
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from cli.quality.schemes import Lane, round_activations, round_cache
 from cli.quality.tensors import LaneWeights
+from shared.container.layer_weights import INDEX_NORM_EPS
 from shared.container.pack import F32
 from shared.errors import ContainerError
-from shared.layer_weights import INDEX_NORM_EPS
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 
 _LOGITS_AT_ONCE = 2 << 20
 """Of one lane: more would take more memory than the rows themselves."""

@@ -10,13 +10,13 @@ import numpy as np
 
 from cli.quality.errors import Pieces
 from cli.quality.schemes import SCHEMES, Lane
-from shared.container.convert import Conversion, chunk_rows
+from conversion.convert import Conversion, chunk_rows
 from shared.container.format import DenseItem, ExpertFilePlan
 from shared.container.pack import F32
 from shared.container.plain import dense_values, expert_values, table_values
 from shared.container.reader import Container, Tensor, aligned_buffer
 from shared.errors import ContainerError
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 
 _FREE_FIELDS = frozenset({"eos_ids", "max_context"})
 """Of the spec: they change neither a tensor nor a logit."""

@@ -1,6 +1,6 @@
 /* cb_frame.h: layout of a step frame, the shared segment in which the tensors of one step cross process borders.
  *
- * One source: cb_frame_layout() computes where every field lies; Python reads that table (shared/frame.py) and writes
+ * One source: cb_frame_layout() computes where every field lies; Python reads that table (shared/step/frame.py) and writes
  * no offset of its own. One writer per field at a time. A message that names (step, frame) transfers the right to read what its
  * sender wrote before sending it; nobody polls the memory.
  *
@@ -45,7 +45,7 @@ typedef struct {
     int64_t start_ns, end_ns; /* CLOCK_MONOTONIC */
     int64_t bytes;            /* read from storage, or weights touched; 0 = not counted */
     int64_t step;
-    int32_t stage;            /* shared/stages.py names them */
+    int32_t stage;            /* shared/step/stages.py names them */
     int32_t layer;            /* -1 = none */
 } cb_stage;
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from services.attention.service import AttentionService
-from shared.lifecycle import run_service
+from shared.run.lifecycle import run_service
 
 if __name__ == "__main__":
     sys.exit(run_service(AttentionService(), sys.argv[1:]))

@@ -16,18 +16,18 @@ from native.attention import AttnStep, attn_forward
 from native.kernels import ffn_forward, linear, rmsnorm
 from native.library import NativeError, Pool, address, dispatch_text
 from services.attention.weights import DenseWeights
-from shared.big_memory import Home
-from shared.counters import Counters
 from shared.errors import ContainerError
-from shared.frame import Frame, FrameSet, frame_dims
-from shared.kv_layout import kv_layout
-from shared.lifecycle import Service, ServiceContext
+from shared.memory.big_memory import Home
+from shared.memory.segments import Segment
 from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned, StepPlan
 from shared.messages.drafter import EmbedReady, HeadReady
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
 from shared.messages.router import InputReady, LogitsReady
-from shared.segments import Segment
-from shared.stages import Stage, StepTimer
+from shared.model.kv_layout import kv_layout
+from shared.run.lifecycle import Service, ServiceContext
+from shared.step.counters import Counters
+from shared.step.frame import Frame, FrameSet, frame_dims
+from shared.step.stages import Stage, StepTimer
 
 
 @dataclass

@@ -10,11 +10,11 @@ from native.attention import embed
 from native.kernels import Ffn
 from native.matrix import ACT_F32
 from native.memory import HugeBuffer
-from shared.big_memory import DENSE, Home, content_of
 from shared.container.format import owner_of
+from shared.container.layer_weights import DensePart, attn_layer_of, ffn_of, matrix_of
 from shared.container.reader import Container, DenseEntry
 from shared.container.table import TableOnDisk, witness
-from shared.layer_weights import DensePart, attn_layer_of, ffn_of, matrix_of
+from shared.memory.big_memory import DENSE, Home, content_of
 
 EMBEDDING = "model.embed_tokens.weight"
 

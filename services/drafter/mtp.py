@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from native.attention import AttnStep, attn_forward
 from native.kernels import linear, rmsnorm
 from native.library import Pool
-from shared.big_memory import MTP, Home
 from shared.container.format import owner_of
+from shared.container.layer_weights import DensePart, attn_layer_of, matrix_of
 from shared.container.reader import Container
-from shared.kv_layout import kv_layout
-from shared.layer_weights import DensePart, attn_layer_of, matrix_of
+from shared.memory.big_memory import MTP, Home
+from shared.model.kv_layout import kv_layout
 
 F32 = NDArray[np.float32]
 

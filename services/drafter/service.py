@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 from native.library import NativeError, Pool, dispatch_text
 from native.sampling import sample
 from services.drafter.mtp import MtpLayer
-from shared.big_memory import Home
 from shared.container.reader import Container
-from shared.counters import Counters
-from shared.frame import Frame, FrameSet, frame_dims
-from shared.lifecycle import Service, ServiceContext
+from shared.memory.big_memory import Home
+from shared.memory.segments import Segment
 from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned
 from shared.messages.drafter import DraftWanted, EmbedReady, HeadReady
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
 from shared.messages.router import DraftReady
-from shared.segments import Segment
-from shared.stages import Stage, StepTimer
+from shared.run.lifecycle import Service, ServiceContext
+from shared.step.counters import Counters
+from shared.step.frame import Frame, FrameSet, frame_dims
+from shared.step.stages import Stage, StepTimer
 
 
 class Awaits(IntEnum):

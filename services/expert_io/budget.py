@@ -12,13 +12,13 @@ from pathlib import Path
 
 from native.memory import HUGE_PAGE
 from services.expert_io.slots import Slot, SlotTable
-from shared.config import GroupConfig, read_budget, write_budget
 from shared.errors import CapacityError
-from shared.huge_pages import free_room
-from shared.ledger import change_budget
-from shared.memory_probe import probe_memory
+from shared.experts.residency import POLICIES, KeepAll, Key
+from shared.machine.memory_probe import probe_memory
+from shared.memory.huge_pages import free_room
 from shared.messages.control import Ram, RamWanted
-from shared.residency import POLICIES, KeepAll, Key
+from shared.planning.ledger import change_budget
+from shared.run.config import GroupConfig, read_budget, write_budget
 
 
 class Budget:

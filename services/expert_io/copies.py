@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shared.residency import Key
+from shared.experts.residency import Key
 
 HALF_LIFE_READS = 32
 PROBE_EVERY = 128

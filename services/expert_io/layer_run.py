@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from services.expert_io.slots import Slot, SlotState, SlotTable
-from shared.residency import Key, passing_limit
+from shared.experts.residency import Key, passing_limit
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import statistics
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from shared.residency import Key
+from shared.experts.residency import Key
 
 ROUND = (True, False, False, True)
 MIN_ROUNDS, MAX_ROUNDS = 6, 24

@@ -14,10 +14,10 @@ from services.expert_io.layer_run import LayerRun
 from services.expert_io.pilot import Hints, PilotAccount, PilotTrial
 from services.expert_io.slots import Slot, SlotTable
 from services.expert_io.store import ExpertStore
-from shared.counters import Counters
+from shared.experts.residency import Key
 from shared.messages.expert_io import PilotHint
-from shared.model_spec import ModelSpec
-from shared.residency import Key
+from shared.model.spec import ModelSpec
+from shared.step.counters import Counters
 
 # Guesses hold at most this share of the slots at a time until they turn out right or wrong.
 GUESS_SHARE = 0.25

@@ -25,20 +25,20 @@ from services.expert_io.prefetch import Prefetch
 from services.expert_io.slots import Slot, SlotState, SlotTable
 from services.expert_io.store import ExpertStore, ReadFault
 from services.expert_io.warm_up import WarmUp
-from shared.big_memory import SHARED_EXPERTS, Home
 from shared.container.format import owner_of
+from shared.container.layer_weights import DensePart, ffn_of
 from shared.container.reader import Container
-from shared.counters import Counters
-from shared.frame import Frame, FrameSet, frame_dims
-from shared.layer_weights import DensePart, ffn_of
-from shared.lifecycle import Service, ServiceContext
+from shared.experts.residency import make_policy
+from shared.memory.big_memory import SHARED_EXPERTS, Home
+from shared.memory.segments import Segment
 from shared.messages.attention import StepAbandoned
 from shared.messages.control import Ram, RamWanted
 from shared.messages.expert_io import ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
-from shared.residency import make_policy
-from shared.segments import Segment
-from shared.stages import Stage, StepTimer, pack_found
+from shared.run.lifecycle import Service, ServiceContext
+from shared.step.counters import Counters
+from shared.step.frame import Frame, FrameSet, frame_dims
+from shared.step.stages import Stage, StepTimer, pack_found
 
 # One native call takes at most this many (row, expert) pairs, so that messages and reads are looked at in between.
 PAIRS_PER_CALL = 256

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from native.memory import HUGE_PAGE
-from shared.big_memory import SLAB, Home, NamedMemory, PrivateMemory
-from shared.huge_pages import huge_bytes
-from shared.residency import Key
+from shared.experts.residency import Key
+from shared.memory.big_memory import SLAB, Home, NamedMemory, PrivateMemory
+from shared.memory.huge_pages import huge_bytes
 
 _FULL = 1 << 63
 _READING = 1 << 62

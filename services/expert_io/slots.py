@@ -1,8 +1,9 @@
 """The slot table: which expert lies in which slot, and who must leave. Pure: no reads, no memory, no clock.
 
 An expert is a key ``(layer, expert)``. A slot is free, loading, or resident; a slot with pins can't be a victim. Among the
-others a policy chooses (``shared/residency.py``). Guesses (speculative loads) may only displace what is less likely wanted;
-one that nobody asked for when its layer came is the first to leave, before that it is left alone as long as others can go.
+others a policy chooses (``shared/experts/residency.py``). Guesses (speculative loads) may only displace what is
+less likely wanted; one that nobody asked for when its layer came is the first to leave, before that it is left alone as
+long as others can go.
 
 The capacity may change at any time. A slot that is too many leaves at once, or as soon as nobody works with it and no read
 fills it; its memory then goes back to the system (``take_gone``), and the slot is absent until the capacity grows again.
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from shared.residency import Key, Policy
+from shared.experts.residency import Key, Policy
 
 
 class SlotState(IntEnum):

@@ -15,7 +15,7 @@ from services.expert_io.copies import CopyChooser
 from shared.container.mirror import number_drives
 from shared.container.reader import Container, Copy, ExpertFile
 from shared.errors import StoreError
-from shared.residency import Key
+from shared.experts.residency import Key
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from native.reader import ReadCounters, ReadDone, Reader
 from services.expert_io.slab import Slab
 from services.expert_io.slots import Slot
 from services.expert_io.sources import RecordSources, Source
-from shared.big_memory import Home, content_of
 from shared.container.format import ExpertLayout
 from shared.container.reader import Container, ExpertFile
 from shared.errors import StoreError
-from shared.residency import Key
+from shared.experts.residency import Key
+from shared.memory.big_memory import Home, content_of
 
 READ_ALIGN = 4096
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from services.expert_io.layer_run import LayerRun
 from services.expert_io.slots import Slot, SlotTable
 from services.expert_io.store import ExpertStore
-from shared.config import GroupConfig
-from shared.counters import Counters
+from shared.experts.residency import Key
+from shared.experts.usage import WRITE_EVERY_S, UsageHistory, load_usage, save_usage
 from shared.log import Log
-from shared.residency import Key
-from shared.usage import WRITE_EVERY_S, UsageHistory, load_usage, save_usage
+from shared.run.config import GroupConfig
+from shared.step.counters import Counters
 
 # Reads at a time: at least so many, and twice the pieces that the drive takes at once.
 MIN_READS = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from services.gateway.service import GatewayService
-from shared.lifecycle import run_service_async
+from shared.run.lifecycle import run_service_async
 
 if __name__ == "__main__":
     sys.exit(run_service_async(GatewayService(), sys.argv[1:]))

@@ -20,12 +20,12 @@ import uvicorn
 from services.gateway.app import make_app
 from services.gateway.engine import GatewayEngine
 from services.gateway.requests import Limits
-from shared.endpoints import GATEWAY, ROUTER
 from shared.errors import ConfigError
-from shared.lifecycle import AsyncService, ServiceContext
 from shared.log import Log
 from shared.messages.base import Msg
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
+from shared.run.lifecycle import AsyncService, ServiceContext
+from shared.wire.endpoints import GATEWAY, ROUTER
 
 KEEP_ALIVE_IDLE_S = 75
 """How long an idle HTTP connection is kept open for the next request."""

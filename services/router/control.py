@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from services.router.group import Changed, Group, Instruction, Kill, Lost, Note, Replaced, Reply, Sample, Watch
-from shared.bus import ControlServer
-from shared.endpoints import GATEWAY, ROUTER
-from shared.lifecycle import ServiceContext
 from shared.messages import control
 from shared.messages.gateway import GroupState
+from shared.run.lifecycle import ServiceContext
+from shared.wire.bus import ControlServer
+from shared.wire.endpoints import GATEWAY, ROUTER
 
 
 class RouterSide(Protocol):

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from native.kernels import Gate, rmsnorm
 from native.library import Pool
 from native.matrix import ACT_F32
-from shared.big_memory import GATES, Home
+from shared.container.layer_weights import DensePart, matrix_of
 from shared.container.reader import Container
-from shared.layer_weights import DensePart, matrix_of
-from shared.model_spec import ModelSpec
+from shared.memory.big_memory import GATES, Home
+from shared.model.spec import ModelSpec
 
 
 def gate_names(spec: ModelSpec) -> list[str]:

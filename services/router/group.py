@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, GATEWAY, ROUTER, SERVICES
 from shared.messages import SCHEMA_VERSION, control
+from shared.wire.endpoints import ATTENTION, DRAFTER, EXPERT_IO, GATEWAY, ROUTER, SERVICES
 
 ABSENT, STARTING, READY, DRAINING, FAILED = "absent", "starting", "ready", "draining", "failed"
 ALIVE = frozenset({READY, DRAINING})

@@ -8,7 +8,7 @@ from services.router.sequences import NO_DRAFTS, SamplingParams, Sequence, TextS
 from services.router.tokenizer import ModelTokenizer
 from shared.errors import Refused
 from shared.messages.router import Submit
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 
 
 class Intake:

@@ -1,8 +1,8 @@
 """What the router writes down for tests and measurements.
 
 ``record_logits = FILE``: one MessagePack map per row, in the order of computation; every prompt row has its logits
-computed then too. ``record_routing = FILE``: the gates' choices (``shared/traces.py``), written by a thread of its own, so
-that a slow disk delays no layer.
+computed then too. ``record_routing = FILE``: the gates' choices (``shared/experts/traces.py``), written by a thread of its
+own, so that a slow disk delays no layer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from services.router.scheduler import Plan
 from services.router.sequences import Sequence
 from shared.container.reader import Container
 from shared.errors import ConfigError
+from shared.experts.traces import SpanNote, TraceHeader, TraceWriter, layer_record, lost_record, step_record
 from shared.log import Log
-from shared.stages import StepKind
-from shared.traces import SpanNote, TraceHeader, TraceWriter, layer_record, lost_record, step_record
+from shared.step.stages import StepKind
 
 MAX_PENDING_BYTES = 8 << 20
 """Routing records that wait for the disk; beyond it they are counted as lost."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.router.sequences import Sequence
-from shared.kv_layout import blocks_for
+from shared.model.kv_layout import blocks_for
 
 
 class BlockPool:

@@ -23,22 +23,22 @@ from services.router.recording import LogitRecorder, RoutingRecorder, draft_note
 from services.router.scheduler import Advance, Plan, Scheduler
 from services.router.sequences import NO_DRAFTS, Sequence
 from services.router.tokenizer import ModelTokenizer
-from shared.big_memory import Home
 from shared.container.reader import Container
-from shared.counters import Counters
-from shared.endpoints import SERVICES
 from shared.errors import Refused
-from shared.frame import Frame, FrameSet, frame_dims
-from shared.kv_layout import KV_BLOCK
-from shared.lifecycle import Service, ServiceContext
+from shared.memory.big_memory import Home
+from shared.memory.segments import Segment
 from shared.messages.attention import StepAbandoned, StepPlan
 from shared.messages.drafter import DraftWanted
 from shared.messages.expert_io import NEXT_LAYER, OWN_INPUT, ExpertsWanted, PilotHint
 from shared.messages.gateway import RequestAccepted, RequestDone, RequestRefused, TokenLogprob, TokenOut
 from shared.messages.layer import HiddenReady, LayerFailed
 from shared.messages.router import Abort, DraftReady, InputReady, LogitsReady, Submit
-from shared.segments import Segment
-from shared.stages import Stage, StepKind, StepTimer, TraceRing
+from shared.model.kv_layout import KV_BLOCK
+from shared.run.lifecycle import Service, ServiceContext
+from shared.step.counters import Counters
+from shared.step.frame import Frame, FrameSet, frame_dims
+from shared.step.stages import Stage, StepKind, StepTimer, TraceRing
+from shared.wire.endpoints import SERVICES
 
 MAIN_FRAME = 0
 DRAFT_FRAME = 1

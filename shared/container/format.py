@@ -13,7 +13,7 @@ import msgspec
 
 from shared.container.pack import FORMATS, scale_bytes, weight_bytes
 from shared.errors import ContainerError
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 
 FORMAT_VERSION = 1
 INDEX_NAME = "colibri.json"

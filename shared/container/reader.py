@@ -41,7 +41,7 @@ from shared.container.format import (
 from shared.container.mirror import MANIFEST_NAME, FileFacts, Held, held_files
 from shared.container.safetensors_file import FileHeader, read_header
 from shared.errors import ChecksumMismatch, ContainerError, ShortRead
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 
 _PIECE_BYTES = 4 << 20
 _N_READERS = 4

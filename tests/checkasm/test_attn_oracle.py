@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conversion.checkpoint import Checkpoint
 from native.attention import AttnLayer
 from native.library import Pool
-from shared.container.checkpoint import Checkpoint
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 from tests.checkasm.attn_cases import Cache, Dims, Result, packed, run
 
 ORACLES = Path(__file__).parents[1] / "oracles"

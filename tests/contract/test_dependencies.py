@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OURS = {"shared", "native", "services", "deploy", "cli", "bench", "models"}
+OURS = {"shared", "native", "conversion", "services", "deploy", "cli", "bench", "models"}
 MODULE_OF = {"pyzmq": "zmq"}
 PROGRAMS = {"bench/peers": {"llama_cpp", "gguf"}, "bench/routing.py": {"talk"}}
 """Programs of this repository that need more than users have: the extra "peers", and models/train."""

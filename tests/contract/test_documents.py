@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deploy.up import make_parser
-from shared.config import Settings
-from shared.endpoints import SERVICES
+from shared.run.config import Settings
+from shared.wire.endpoints import SERVICES
 from tests.contract import golden
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("shared", "native", "services", "deploy", "cli", "bench")
+PACKAGES = ("shared", "native", "conversion", "services", "deploy", "cli", "bench")
 
 ONLY_IN = {
-    "zmq": {"shared/bus.py"},
+    "zmq": {"shared/wire/bus.py"},
     "ctypes": {"native/", "bench/peers/llama.py"},
-    "mmap": {"shared/segments.py", "shared/container/writer.py"},
+    "mmap": {"shared/memory/segments.py", "conversion/writer.py"},
     "multiprocessing": set(),
     "pickle": set(),
     "supervisor": {"deploy/keeper.py"},
@@ -40,8 +40,8 @@ IMPURE_MODULES = {
     "asyncio",
     "subprocess",
     "native",
-    "shared.bus",
-    "shared.segments",
+    "shared.wire.bus",
+    "shared.memory.segments",
     "time",
 }
 
@@ -113,7 +113,7 @@ def test_gateway_process_has_neither_numpy_nor_kernels() -> None:
 
 def test_messages_load_msgspec_and_nothing_else_of_weight() -> None:
     found = loaded_by("import shared.messages.router, shared.messages.control, shared.messages.gateway")
-    assert not found & {"numpy", "zmq", "native", "asyncio", "shared.bus", "shared.config"}
+    assert not found & {"numpy", "zmq", "native", "asyncio", "shared.wire.bus", "shared.run.config"}
 
 
 @pytest.mark.parametrize("service", ["router", "attention", "expert_io", "drafter"])

@@ -10,9 +10,9 @@ import msgpack
 import msgspec
 import pytest
 
-from shared.endpoints import SENDS_TO, SERVICES
 from shared.messages import SCHEMA_VERSION
 from shared.messages.base import Msg
+from shared.wire.endpoints import SENDS_TO, SERVICES
 from tests.contract import golden
 
 MESSAGES = golden.all_messages()

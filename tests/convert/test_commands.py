@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.container.convert import VERSION
+from conversion.convert import VERSION
 from shared.container.reader import Container
 from tests.oracle import oracle_dir
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.container.checkpoint import Checkpoint
-from shared.container.convert import Conversion
+from conversion.checkpoint import Checkpoint
+from conversion.convert import Conversion
 from shared.container.reader import Container
 from tests.oracle import Raw, oracle_config, oracle_dir, read_tensors, write_checkpoint
 

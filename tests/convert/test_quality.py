@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import cli.quality.forward as forward
-import shared.container.convert as convert
+import conversion.convert as convert
 from cli.main import cli
 from cli.quality.measure import compare_lanes, tensor_errors
 from cli.quality.schemes import INT8_INPUTS, Lane

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from shared.container import convert
-from shared.container.convert import VERSION, Conversion
+from conversion import convert
+from conversion.convert import VERSION, Conversion
+from conversion.writer import ContainerWriter
 from shared.container.reader import Container
-from shared.container.writer import ContainerWriter
 from shared.errors import CapacityError, ContainerError
 from tests.oracle import oracle_dir
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 KILLED_AT = """
 import os, signal, sys
 from pathlib import Path
-from shared.container.convert import Conversion
+from conversion.convert import Conversion
 left = int(sys.argv[3])
 def progress(n):
     global left

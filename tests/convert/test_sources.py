@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.container.convert import Conversion
+from conversion.convert import Conversion
 from shared.container.reader import Container
 from shared.errors import ConfigError, ContainerError, ShortRead
 from tests.oracle import Raw, oracle_config, oracle_dir, read_tensors, write_checkpoint, write_shard

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from shared.memory_probe import file_bytes, own_bytes
-from shared.segments import run_bytes
+from shared.machine.memory_probe import file_bytes, own_bytes
+from shared.memory.segments import run_bytes
 from tests.group.harness import Group
 
 PERIOD_S = 0.05

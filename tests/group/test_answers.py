@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from native.library import available_isas
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 from tests.group.harness import Group
 from tests.oracle import ORACLES, oracle_array
 from tests.support.ring import read_record

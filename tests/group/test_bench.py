@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shared.container.synth import Synthesis, preset_config
+from conversion.synth import Synthesis, preset_config
 
 ROOT = Path(__file__).parents[2]
 

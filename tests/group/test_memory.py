@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from conversion.synth import Synthesis, preset_config
 from deploy.launch import make_plan
-from shared.config import Settings
-from shared.container.synth import Synthesis, preset_config
-from shared.kv_layout import blocks_for
-from shared.ledger import Ledger
+from shared.model.kv_layout import blocks_for
+from shared.planning.ledger import Ledger
+from shared.run.config import Settings
 from tests.group.harness import Group, run_up
 from tests.group.memory import ControlGroup, MemorySampler, colibri, held_bytes, why_no_control_groups
 from tests.group.test_store import counters_of

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from cli.main import cli
 from shared.container.reader import Container
-from shared.counters import read_all
-from shared.segments import COUNTERS, Segment
+from shared.memory.segments import COUNTERS, Segment
+from shared.step.counters import read_all
 from tests.group.harness import Group, run_up, wait_clean
 from tests.support.ring import Ring
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from shared.counters import read_all
-from shared.model_spec import ModelSpec
-from shared.segments import COUNTERS, Segment
+from shared.memory.segments import COUNTERS, Segment
+from shared.model.spec import ModelSpec
+from shared.step.counters import read_all
 from tests.group.harness import Group
 
 MODEL = Path(__file__).parents[2] / "models" / "fledgling"

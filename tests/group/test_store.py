@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.counters import read_all
-from shared.segments import COUNTERS, Segment
-from shared.traces import TraceReader
+from shared.experts.traces import TraceReader
+from shared.memory.segments import COUNTERS, Segment
+from shared.step.counters import read_all
 from tests.group.harness import Group
 
 pytestmark = pytest.mark.group

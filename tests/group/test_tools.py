@@ -17,10 +17,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from shared.client import ask_status
-from shared.config import load_frozen
-from shared.counters import read_all
-from shared.segments import COUNTERS, Segment
+from shared.memory.segments import COUNTERS, Segment
+from shared.run.client import ask_status
+from shared.run.config import load_frozen
+from shared.step.counters import read_all
 from tests.group.harness import Group, completion_body
 
 pytestmark = pytest.mark.group

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shared.counters import read_all
-from shared.segments import COUNTERS, Segment
+from shared.memory.segments import COUNTERS, Segment
+from shared.step.counters import read_all
 from tests.group.harness import UP, Group, event_tokens, wait_clean
 
 pytestmark = pytest.mark.group

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from shared.container.plain import dense_values, expert_values
 from shared.container.reader import Container, Tensor, aligned_buffer
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 
 F64 = npt.NDArray[np.float64]
 

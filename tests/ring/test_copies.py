@@ -21,7 +21,7 @@ from services.expert_io import sources
 from services.expert_io.slots import SlotTable
 from services.expert_io.store import ExpertStore
 from shared.container.reader import Container
-from shared.residency import make_policy
+from shared.experts.residency import make_policy
 from tests.oracle import oracle_array
 from tests.support.ring import Ring
 

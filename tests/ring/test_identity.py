@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def knobs(variant: dict[str, Any], model: Path) -> dict[str, Any]:
-    from shared.model_spec import ModelSpec
+    from shared.model.spec import ModelSpec
 
     spec = ModelSpec.load(model)
     slots = {"half": len(spec.moe_layers) * spec.n_experts // 2, "least": spec.gate_k + 1}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from shared.stages import StepKind
-from shared.traces import TraceReader
+from shared.experts.traces import TraceReader
+from shared.step.stages import StepKind
 from tests.oracle import oracle_array
 from tests.support.ring import Ring
 

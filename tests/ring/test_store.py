@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from shared.experts.residency import POLICIES
 from shared.messages.control import RamWanted
-from shared.residency import POLICIES
 from tests.oracle import oracle_array
 from tests.support.ring import Ring
 

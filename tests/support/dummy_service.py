@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from shared.errors import ContainerError
-from shared.lifecycle import Service, ServiceContext, run_service
 from shared.messages.layer import HiddenReady, Mixed
+from shared.run.lifecycle import Service, ServiceContext, run_service
 
 
 class Dummy(Service):

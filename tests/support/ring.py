@@ -24,16 +24,16 @@ from services.attention.service import AttentionService
 from services.drafter.service import DrafterService
 from services.expert_io.service import ExpertIoService
 from services.router.service import RouterService
-from shared.codec import Decoder, Encoder
-from shared.config import GroupConfig
 from shared.container.reader import Container
-from shared.counters import SEGMENT_BYTES
-from shared.frame import frame_bytes, frame_dims
-from shared.kv_layout import KV_BLOCK, blocks_for, kv_layout
 from shared.log import Log
+from shared.memory.segments import Segment, add_owner, unlink_run
 from shared.messages.gateway import RequestDone, RequestRefused, TokenOut
 from shared.messages.router import Sampling, Submit
-from shared.segments import Segment, add_owner, unlink_run
+from shared.model.kv_layout import KV_BLOCK, blocks_for, kv_layout
+from shared.run.config import GroupConfig
+from shared.step.counters import SEGMENT_BYTES
+from shared.step.frame import frame_bytes, frame_dims
+from shared.wire.codec import Decoder, Encoder
 
 SERVICES = {
     "router": RouterService,

@@ -17,12 +17,12 @@ from typing import Any
 import httpx2
 import msgspec
 
-from shared.bus import Bus, ControlServer
-from shared.config import GroupConfig, freeze
-from shared.endpoints import Endpoints
 from shared.messages import control
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenLogprob, TokenOut
 from shared.messages.router import Abort, Submit
+from shared.run.config import GroupConfig, freeze
+from shared.wire.bus import Bus, ControlServer
+from shared.wire.endpoints import Endpoints
 
 ROOT = Path(__file__).resolve().parents[2]
 HTTP = httpx2.Client(timeout=20, limits=httpx2.Limits(max_connections=None))

@@ -19,8 +19,8 @@ from bench.group import Moment
 from bench.limits import LimitedGroup, memory_limit
 from bench.roofline import BenchError
 from bench.steps import steps_of
-from shared.endpoints import ATTENTION, EXPERT_IO, ROUTER, SERVICES
-from shared.stages import NO_LAYER, Stage, StepKind, TraceRing, pack_found
+from shared.step.stages import NO_LAYER, Stage, StepKind, TraceRing, pack_found
+from shared.wire.endpoints import ATTENTION, EXPERT_IO, ROUTER, SERVICES
 
 # ---- memory limits ---------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,9 @@ from bench.drive import DriveCeiling
 from bench.roofline import BenchError
 from bench.store import Delay, Rate, Records, Report, as_json, as_text
 from cli.main import cli
+from conversion.synth import Synthesis, preset_config
 from shared.container.reader import Container
-from shared.container.synth import Synthesis, preset_config
-from shared.drive import DEFAULT
+from shared.machine.drive import DEFAULT
 
 
 @pytest.fixture(scope="module")

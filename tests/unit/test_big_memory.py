@@ -14,10 +14,10 @@ import pytest
 
 from native.memory import HUGE_PAGE, hash64
 from services.expert_io.slab import Slab
-from shared import big_memory
-from shared.big_memory import DENSE, PAGE_BYTES, SLAB, Head, Home, NamedMemory, Unfit, parse_header, run_path
+from shared.experts.residency import Key
 from shared.log import Log
-from shared.residency import Key
+from shared.memory import big_memory
+from shared.memory.big_memory import DENSE, PAGE_BYTES, SLAB, Head, Home, NamedMemory, Unfit, parse_header, run_path
 
 SHM = Path("/dev/shm")
 FINGERPRINT = "0123456789abcdef"
@@ -224,7 +224,7 @@ def present_bytes(slab: Slab) -> int:
 
 
 def big_memory_present(address: int, n_bytes: int) -> int:
-    from shared.huge_pages import huge_bytes
+    from shared.memory.huge_pages import huge_bytes
 
     return huge_bytes(address, n_bytes)[1]
 

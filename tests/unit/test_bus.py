@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import zmq
 
-from shared.bus import AsyncBus, Bus, ControlClient, ControlServer, Received
-from shared.codec import HEADER, BadMessage, Decoder, Encoder
-from shared.datagrams import MAX_FRAME_BYTES, DatagramOutbox
-from shared.endpoints import Endpoints
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.attention import StepAbandoned, StepPlan
 from shared.messages.layer import HiddenReady, Mixed
+from shared.wire.bus import AsyncBus, Bus, ControlClient, ControlServer, Received
+from shared.wire.codec import HEADER, BadMessage, Decoder, Encoder
+from shared.wire.datagrams import MAX_FRAME_BYTES, DatagramOutbox
+from shared.wire.endpoints import Endpoints
 
 MakeBus = Callable[..., Bus]
 

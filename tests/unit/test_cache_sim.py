@@ -18,9 +18,9 @@ from cli.cache_sim.simulate import ONE_STEP_AHEAD, OPTIMUM, Visit, run, visits_o
 from services.expert_io.layer_run import LayerRun
 from services.expert_io.slots import SlotTable
 from shared.errors import ColibriError
-from shared.residency import POLICIES, Key
-from shared.stages import StepKind
-from shared.traces import SpanNote, TraceHeader, TraceReader, TraceWriter, layer_record, step_record
+from shared.experts.residency import POLICIES, Key
+from shared.experts.traces import SpanNote, TraceHeader, TraceReader, TraceWriter, layer_record, step_record
+from shared.step.stages import StepKind
 
 SIZES = dict.fromkeys(range(8), 4096)
 

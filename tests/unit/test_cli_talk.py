@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from cli.profile import Profiler
-from shared.client import Answer, Client, ServerError
-from shared.counters import SEGMENT_BYTES, Counters
-from shared.endpoints import EXPERT_IO, ROUTER, SERVICES
 from shared.errors import ConfigError
-from shared.segments import COUNTERS, TRACE, Segment, unlink_run
-from shared.stages import Stage, StepKind, TraceRing
+from shared.memory.segments import COUNTERS, TRACE, Segment, unlink_run
+from shared.run.client import Answer, Client, ServerError
+from shared.step.counters import SEGMENT_BYTES, Counters
+from shared.step.stages import Stage, StepKind, TraceRing
+from shared.wire.endpoints import EXPERT_IO, ROUTER, SERVICES
 from tests.unit.fake_router import ROOT, FakeRouter, GatewayProcess, await_ready, wait_for
 
 MS = 1_000_000

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shared.config import GroupConfig, Settings, freeze, load_frozen, load_settings, parse_bytes
 from shared.errors import ConfigError
+from shared.run.config import GroupConfig, Settings, freeze, load_frozen, load_settings, parse_bytes
 
 
 def write(path: Path, text: str) -> Path:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from conversion.synth import Synthesis, preset_config
 from native import matrix
 from shared.container.format import PRECISIONS, expert_layout, plan_container, plan_facts
 from shared.container.pack import (
@@ -27,7 +28,6 @@ from shared.container.pack import (
     weight_bytes,
 )
 from shared.container.reader import Container, aligned_buffer
-from shared.container.synth import Synthesis, preset_config
 from shared.errors import ChecksumMismatch, ConfigError, ContainerError, ShortRead
 
 SIZES = [(1, 1), (16, 64), (17, 65), (15, 63), (48, 136), (136, 32), (33, 200)]

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from shared.container.checkpoint import Checkpoint
-from shared.container.convert import Conversion
+from conversion.checkpoint import Checkpoint
+from conversion.convert import Conversion
+from conversion.synth import Synthesis, preset_config
 from shared.container.reader import Container, aligned_buffer
-from shared.container.synth import Synthesis, preset_config
 from shared.errors import ColibriError, ConfigError
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 from tests.oracle import oracle_config, oracle_dir
 
 ODD_VALUES: list[Any] = [

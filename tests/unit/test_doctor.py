@@ -11,10 +11,10 @@ from click.testing import CliRunner
 
 from cli.doctor import budget, command, drive, memory, pages, processor
 from cli.doctor.finding import Case
-from shared.drive import BUFFERED, DEFAULT, DriveProfile, Mount, profile_of
-from shared.huge_pages import SHM_DIR, Place
-from shared.memory_probe import MemoryProbe
-from shared.warm_sets import WarmSet
+from shared.machine.drive import BUFFERED, DEFAULT, DriveProfile, Mount, profile_of
+from shared.machine.memory_probe import MemoryProbe
+from shared.memory.huge_pages import SHM_DIR, Place
+from shared.memory.warm_sets import WarmSet
 
 GIB = 1 << 30
 HERE = Mount("8:1", "ext4", "/data", 10**12)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shared import drive_probe
 from shared.container.format import ExpertLayout
 from shared.container.reader import Copy, ExpertFile
-from shared.drive import (
+from shared.machine.drive import (
     BUFFERED,
     CANDIDATES,
     DEFAULT,
@@ -28,7 +27,8 @@ from shared.drive import (
     save_kept,
     size_class,
 )
-from shared.drive_probe import DriveProbe, drive_profile, mount_of
+from shared.planning import drive_probe
+from shared.planning.drive_probe import DriveProbe, drive_profile, mount_of
 
 FEW = ReadSetting("threads", True, 2, 4 << 20)
 MANY = ReadSetting("uring", True, 16, 1 << 20)

@@ -6,8 +6,8 @@ import tomllib
 from pathlib import Path
 
 from deploy.launch import model_dir_of
-from shared.config import Settings
 from shared.container.reader import Container
+from shared.run.config import Settings
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from shared.config import GroupConfig, Settings
+from conversion.synth import preset_config
 from shared.container.format import PRECISIONS, Facts, plan_container, plan_facts
-from shared.container.synth import preset_config
 from shared.errors import CapacityError, ConfigError
-from shared.kv_layout import KV_BLOCK, kv_layout
-from shared.ledger import BUDGET_SHARE, Ledger, change_budget, make_ledger
-from shared.memory_probe import probe_memory
-from shared.model_spec import ModelSpec
+from shared.machine.memory_probe import probe_memory
+from shared.model.kv_layout import KV_BLOCK, kv_layout
+from shared.model.spec import ModelSpec
+from shared.planning.ledger import BUDGET_SHARE, Ledger, change_budget, make_ledger
+from shared.run.config import GroupConfig, Settings
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -311,7 +311,7 @@ def test_frame_size_comes_from_the_native_library() -> None:
     pytest.importorskip("native.frame")
     spec, facts = model("tiny", mtp=True)
     made = make_ledger(spec, facts, Settings(), 4 * GIB)
-    from shared.frame import FrameDims, frame_bytes, stage_rows
+    from shared.step.frame import FrameDims, frame_bytes, stage_rows
 
     rows = made.prefill_chunk + made.max_sequences * (1 + made.n_drafts)
     blocks = made.n_kv_blocks // made.max_sequences
@@ -333,9 +333,9 @@ def test_segments_of_a_group_are_what_the_ledger_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draft: Any
 ) -> None:
     """What colibri-up creates in shared memory is covered, line by line in sum, by the ledger."""
+    from conversion.synth import Synthesis
     from deploy.launch import create_segments, make_plan
-    from shared.container.synth import Synthesis
-    from shared.segments import Segment
+    from shared.memory.segments import Segment
 
     Synthesis(preset_config("tiny", 3, has_mtp=True), "int4").run(tmp_path / "model")
     created: dict[str, int] = {}

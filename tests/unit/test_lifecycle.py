@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from shared.bus import Bus, ControlServer
-from shared.config import GroupConfig, freeze
-from shared.endpoints import Endpoints
-from shared.lifecycle import next_incarnation, read_last_words
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.layer import HiddenReady, Mixed
+from shared.run.config import GroupConfig, freeze
+from shared.run.lifecycle import next_incarnation, read_last_words
+from shared.wire.bus import Bus, ControlServer
+from shared.wire.endpoints import Endpoints
 
 START_S = 30.0
 

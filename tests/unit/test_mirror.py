@@ -16,12 +16,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from cli.main import cli
-from shared.container import staging
+from conversion import staging
+from conversion.staging import choose_records, plan_staging, stage
 from shared.container.mirror import MANIFEST_NAME, drive_of, pack_held, total_rate, unpack_held
 from shared.container.reader import Container
-from shared.container.staging import choose_records, plan_staging, stage
 from shared.errors import CapacityError, ChecksumMismatch, ColibriError, ContainerError
-from shared.usage import UsageHistory, save_usage, usage_path
+from shared.experts.usage import UsageHistory, save_usage, usage_path
 
 Converted = Callable[[str, str], Path]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shared.container.synth import preset_config
+from conversion.synth import preset_config
 from shared.errors import ConfigError
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 from tests.oracle import ORACLES, oracle_config, oracle_dir
 
 GLM_5_2_FULL = (0, 1, 2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62, 66, 70, 74)

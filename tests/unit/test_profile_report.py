@@ -11,8 +11,8 @@ import pytest
 
 from cli.profile_report import Facts, Report, analyse, as_json, chrome_trace, format_report, rates, verdict
 from cli.profile_storage import ReadFacts, StoreFacts, advice
-from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
-from shared.stages import ROW, Stage, StepKind, TraceRing, pack_found, unpack_found
+from shared.step.stages import ROW, Stage, StepKind, TraceRing, pack_found, unpack_found
+from shared.wire.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
 
 MS = 1_000_000
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shared.residency import POLICIES, DecayedLfu, KeepAll, Key, Lru, NextUse, Policy, SegmentedLru, make_policy
+from shared.experts.residency import POLICIES, DecayedLfu, KeepAll, Key, Lru, NextUse, Policy, SegmentedLru, make_policy
 
 LAYERS = (1, 2, 3)
 

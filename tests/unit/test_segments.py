@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from shared.errors import CapacityError, ConfigError
-from shared.segments import (
+from shared.machine.processes import process_start
+from shared.memory.segments import (
     Segment,
     add_owner,
     is_run_alive,
     list_run,
-    process_start,
     segment_path,
     sweep_dead_runs,
     unlink,
@@ -47,7 +47,7 @@ def test_two_processes_see_the_same_bytes_and_exit_keeps_the_segment(run_id: str
     assert not values.any()
     values[3] = 77
     code = (
-        "from shared.segments import Segment; import numpy as np\n"
+        "from shared.memory.segments import Segment; import numpy as np\n"
         f"s = Segment.attach({run_id!r}, 'frames'); v = np.frombuffer(s.buf, np.int64); print(v[3]); v[4] = 78; s.close()"
     )
     assert in_other_process(code).strip() == "77"
@@ -99,7 +99,7 @@ def test_sweep_takes_dead_runs_and_leaves_living_ones(run_id: str) -> None:
     Segment.create(run_id, "frames", 1)
     dead = os.urandom(5).hex()
     code = (
-        "import os; from shared.segments import *\n"
+        "import os; from shared.memory.segments import *\n"
         f"add_owner({dead!r}, os.getpid()); Segment.create({dead!r}, 'frames', 1); print(is_run_alive({dead!r}))"
     )
     assert in_other_process(code).strip() == "True"

@@ -8,7 +8,7 @@ import pytest
 
 from services.expert_io.layer_run import LayerRun
 from services.expert_io.slots import SlotState, SlotTable
-from shared.residency import POLICIES, KeepAll, passing_limit
+from shared.experts.residency import POLICIES, KeepAll, passing_limit
 
 LAYERS = range(8)
 

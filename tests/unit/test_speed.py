@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from shared.config import Settings
+from conversion.synth import preset_config
 from shared.container.format import PRECISIONS, Facts, plan_container, plan_facts
-from shared.container.synth import preset_config
-from shared.ledger import DEFAULT_CHUNK, MAX_CHUNK, Ledger, make_ledger
-from shared.model_spec import ModelSpec
-from shared.speed import COMPUTE_SHARE, covering_chunk, predict_speed
+from shared.model.spec import ModelSpec
+from shared.planning.ledger import DEFAULT_CHUNK, MAX_CHUNK, Ledger, make_ledger
+from shared.planning.speed import COMPUTE_SHARE, covering_chunk, predict_speed
+from shared.run.config import Settings
 
 GIB = 1 << 30
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from shared.stages import ADDITIVE, ROW, Stage, StepTimer, TraceRing
+from shared.step.stages import ADDITIVE, ROW, Stage, StepTimer, TraceRing
 
 ROW_DTYPE = np.dtype(
     [("start_ns", "<i8"), ("end_ns", "<i8"), ("bytes", "<i8"), ("step", "<i8"), ("stage", "<i4"), ("layer", "<i4")]

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conversion.synth import Synthesis, preset_config
 from native.library import NativeError
 from shared.container.reader import Container, aligned_buffer
-from shared.container.synth import Synthesis, preset_config
 from shared.container.table import TableOnDisk, witness
 from shared.errors import ChecksumMismatch, ContainerError
 

@@ -12,9 +12,17 @@ import pytest
 from services.router import recording
 from services.router.recording import RoutingRecorder
 from shared.errors import ConfigError, SchemaError
+from shared.experts.traces import (
+    SpanNote,
+    TraceHeader,
+    TraceReader,
+    TraceWriter,
+    layer_record,
+    lost_record,
+    step_record,
+)
 from shared.log import Log
-from shared.stages import StepKind
-from shared.traces import SpanNote, TraceHeader, TraceReader, TraceWriter, layer_record, lost_record, step_record
+from shared.step.stages import StepKind
 
 HEADER = TraceHeader(model="m", fingerprint="f", n_experts=300, gate_k=2, record_bytes={3: 4096, 4: 8192})
 SPANS = [SpanNote("a", 1, 17, False), SpanNote("b", 2, 0, True)]

@@ -12,7 +12,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from shared.usage import FORMAT, UsageHistory, load_usage, save_usage
+from shared.experts.usage import FORMAT, UsageHistory, load_usage, save_usage
 
 LAYERS = (1, 2, 5)
 

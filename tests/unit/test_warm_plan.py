@@ -10,10 +10,10 @@ import pytest
 
 from deploy.warm import plan_memory
 from native.memory import HUGE_PAGE
-from shared import warm_sets
-from shared.config import Settings
 from shared.errors import CapacityError, ConfigError
-from shared.memory_probe import MemoryProbe
+from shared.machine.memory_probe import MemoryProbe
+from shared.memory import warm_sets
+from shared.run.config import Settings
 from tests.unit.test_warm_sets import MODEL, OTHER, directory, make_run, names
 
 __all__ = ["directory"]  # the fixture

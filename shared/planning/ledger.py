@@ -2,7 +2,7 @@
 
 ``make_ledger`` is pure: spec, container facts, settings and a number of bytes in; lines, slots and sizes out, or a
 CapacityError with the arithmetic. ``colibri-up`` starts the group with it, ``colibri plan`` prints it: one computation.
-``shared.memory_probe`` asks the machine.
+``shared.machine.memory_probe`` asks the machine.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import msgspec
 
 from native.library import default_threads
 from native.memory import HUGE_PAGE
-from shared.config import GroupConfig, Line, Settings
 from shared.container.format import Facts
 from shared.errors import CapacityError, ConfigError
-from shared.kv_layout import KV_BLOCK, blocks_for, kv_layout
-from shared.model_spec import ModelSpec
+from shared.model.kv_layout import KV_BLOCK, blocks_for, kv_layout
+from shared.model.spec import ModelSpec
+from shared.run.config import GroupConfig, Line, Settings
 
 BUDGET_SHARE = 0.85
 """Of what is available now; the rest is for the page cache, the desktop, and what other programs do next."""
@@ -127,8 +127,8 @@ def make_ledger(
     """Shares out the memory.
 
     ``facts``: ``Container.facts()``. ``available_bytes``, ``shm_bytes``, ``reservable_bytes``, ``source``: ``probe_memory()``.
-    ``chunk``: prompt rows per step that are worth having (``shared.speed.covering_chunk``). ``frame_bytes`` replaces
-    ``shared.frame.frame_bytes`` in tests. Raises CapacityError with the arithmetic when it does not fit, ConfigError for
+    ``chunk``: prompt rows per step that are worth having (``shared.planning.speed.covering_chunk``). ``frame_bytes`` replaces
+    ``shared.step.frame.frame_bytes`` in tests. Raises CapacityError with the arithmetic when it does not fit, ConfigError for
     settings that can't be met by this model.
     """
     _check_settings(spec, settings)
@@ -410,7 +410,7 @@ def _slot_bytes(record: int) -> int:
 
 
 def _measured_frame_bytes(spec: ModelSpec, rows: int, logit_rows: int, sequences: int, blocks: int) -> int:
-    from shared.frame import FrameDims, frame_bytes, stage_rows  # needs the native library
+    from shared.step.frame import FrameDims, frame_bytes, stage_rows  # needs the native library
 
     dims = FrameDims(rows, logit_rows, sequences, blocks, spec.hidden, spec.gate_k, spec.vocab, stage_rows(spec))
     return frame_bytes(dims)

@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 
 from shared.errors import CapacityError, ConfigError
-from shared.memory_probe import file_bytes
+from shared.machine.memory_probe import file_bytes
+from shared.machine.processes import process_start
 
 SHM_DIR = Path("/dev/shm")
 PAGE_BYTES = 4096
@@ -111,16 +112,6 @@ def unlink_run(run_id: str) -> None:
     for name in list_run(run_id):
         unlink(run_id, name)
     _owner_path(run_id).unlink(missing_ok=True)
-
-
-def process_start(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot, None when there is none; tells a reused pid from the old one."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])
 
 
 def add_owner(run_id: str, pid: int) -> None:

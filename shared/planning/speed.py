@@ -8,8 +8,8 @@ from __future__ import annotations
 import msgspec
 
 from shared.container.format import Facts
-from shared.ledger import DEFAULT_CHUNK, MAX_CHUNK, Ledger
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
+from shared.planning.ledger import DEFAULT_CHUNK, MAX_CHUNK, Ledger
 
 COMPUTE_SHARE = 0.5
 """Of the peak of their arithmetic the kernels reach about this much with many rows (docs/performance.md)."""

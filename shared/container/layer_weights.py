@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from native.attention import AttnLayer
 from native.kernels import Ffn, ffn
 from native.matrix import ACT_F32, Matrix, absent_matrix, matrix
-from shared.big_memory import Home, NamedMemory, PrivateMemory, content_of
-from shared.huge_pages import huge_bytes
+from shared.memory.big_memory import Home, NamedMemory, PrivateMemory, content_of
+from shared.memory.huge_pages import huge_bytes
 
 if TYPE_CHECKING:
     from shared.container.reader import Container, DenseEntry, Tensor
-    from shared.model_spec import ModelSpec
+    from shared.model.spec import ModelSpec
 
 
 class DensePart:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shared.config import FROZEN_NAME, GroupConfig, is_locked, load_frozen
 from shared.errors import ConfigError
-from shared.segments import process_start
+from shared.machine.processes import process_start
+from shared.run.config import FROZEN_NAME, GroupConfig, is_locked, load_frozen
 
 PROCESSES_NAME = "processes.json"
 

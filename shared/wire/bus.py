@@ -21,12 +21,12 @@ from typing import Any, Union
 import msgspec
 import zmq
 
-from shared.codec import BadMessage, Decoder, Encoder, Received
-from shared.datagrams import DatagramInbox, DatagramOutbox
-from shared.endpoints import SENDS_TO, SERVICES, Endpoints, is_direct, senders_to
 from shared.log import Log
 from shared.messages import control
 from shared.messages.base import Msg
+from shared.wire.codec import BadMessage, Decoder, Encoder, Received
+from shared.wire.datagrams import DatagramInbox, DatagramOutbox
+from shared.wire.endpoints import SENDS_TO, SERVICES, Endpoints, is_direct, senders_to
 
 __all__ = ["AsyncBus", "Bus", "BusCounters", "ControlClient", "ControlServer", "Received"]
 

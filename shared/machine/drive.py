@@ -3,7 +3,7 @@
 ``choose`` is pure: rates in, a ``ReadSetting`` out. One small file per device and size of record lies in the state directory
 (``state_dir()/drives``), written whole and atomically; the choice is made anew from its rates each time, so the rates are the
 only thing that is kept. A file that is damaged, of another version or file system, or too old counts as
-none. ``shared.drive_probe`` measures.
+none. ``shared.planning.drive_probe`` measures.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 
 from native.memory import hash64
 from native.reader import ENGINES
-from shared.endpoints import state_dir
 from shared.kept import replace_file
+from shared.wire.endpoints import state_dir
 
 VERSION = 1
 MAX_AGE_S = 30 * 86400.0

@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from native.library import NativeError
 from native.memory import HUGE_PAGE, HugeBuffer, MappedFile, hash64
-from shared.config import GroupConfig
-from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER
 from shared.errors import CapacityError
 from shared.log import Log
+from shared.run.config import GroupConfig
+from shared.wire.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER
 
 SLAB, SHARED_EXPERTS, DENSE, MTP, GATES = "slab", "shared", "dense", "mtp", "gates"
 OWNERS = {SLAB: EXPERT_IO, SHARED_EXPERTS: EXPERT_IO, DENSE: ATTENTION, MTP: DRAFTER, GATES: ROUTER}

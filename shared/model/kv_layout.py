@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shared.model_spec import ModelSpec
+    from shared.model.spec import ModelSpec
 
 KV_BLOCK = 64
 KV_ITEM_BYTES = {"f32": 4, "bf16": 2}

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from native.frame import STAGE_DTYPE, frame_layout
-from shared.endpoints import SERVICES
-from shared.kv_layout import blocks_for
+from shared.model.kv_layout import blocks_for
+from shared.wire.endpoints import SERVICES
 
 if TYPE_CHECKING:
-    from shared.config import GroupConfig
-    from shared.model_spec import ModelSpec
+    from shared.model.spec import ModelSpec
+    from shared.run.config import GroupConfig
 
 I32 = np.ndarray
 F32 = np.ndarray

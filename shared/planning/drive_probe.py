@@ -1,4 +1,4 @@
-"""Measures how a model's expert files are read fastest here. ``drive_profile`` is what a start asks; see ``shared.drive``."""
+"""Measures how a model's expert files are read fastest here. ``drive_profile`` is what a start asks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from native.memory import HugeBuffer
 from native.reader import Reader, open_direct, uring_refusal
 from shared.container.mirror import number_drives, total_rate
 from shared.container.reader import Container, ExpertFile
-from shared.drive import (
+from shared.machine.drive import (
     BUFFERED,
     CANDIDATES,
     DEFAULT,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shared.endpoints import ATTENTION, DRAFTER, EXPERT_IO, GATEWAY, ROUTER, SERVICES
+from shared.wire.endpoints import ATTENTION, DRAFTER, EXPERT_IO, GATEWAY, ROUTER, SERVICES
 
 if TYPE_CHECKING:
     import numpy as np

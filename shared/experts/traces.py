@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import ConfigError, SchemaError
-from shared.stages import StepKind
+from shared.step.stages import StepKind
 
 FORMAT = "colibri routing trace"
 VERSION = 1

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Union
 
 import msgspec
 
-from shared.endpoints import SERVICES
 from shared.messages import SCHEMA_VERSION
 from shared.messages.base import Msg
+from shared.wire.endpoints import SERVICES
 
 HEADER = struct.Struct("<HBBIqQ")
 HEADER_BYTES = HEADER.size

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shared.container.convert import VERSION, Ahead, expert_record, pack_chunks, table_chunks
+from conversion.convert import VERSION, Ahead, expert_record, pack_chunks, table_chunks
+from conversion.writer import ContainerWriter
 from shared.container.format import PRECISIONS, Converter, DenseItem, ExpertFilePlan, Index, plan_container
 from shared.container.pack import F32, GROUP, TILE_ROWS, U8, scale_bytes, weight_bytes
-from shared.container.writer import ContainerWriter
 from shared.errors import ConfigError
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 
 _GLM_5_2: Mapping[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],

@@ -12,12 +12,12 @@ import time
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from shared.endpoints import SERVICES
+from shared.wire.endpoints import SERVICES
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from shared.frame import Frame
+    from shared.step.frame import Frame
 
 
 class Stage(IntEnum):

@@ -7,8 +7,8 @@ from native.memory import HugeBuffer
 from native.probe import ops_rate, read_rate
 from shared.container.format import Facts
 from shared.container.reader import Container
-from shared.ledger import DEFAULT_CHUNK
-from shared.speed import covering_chunk
+from shared.planning.ledger import DEFAULT_CHUNK
+from shared.planning.speed import covering_chunk
 
 MEMORY_BYTES = 256 << 20
 ROUNDS = 3

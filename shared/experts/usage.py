@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from native.memory import hash64
-from shared.endpoints import state_dir
+from shared.experts.residency import HALF_LIFE_STEPS, Key
 from shared.kept import replace_file
-from shared.residency import HALF_LIFE_STEPS, Key
+from shared.wire.endpoints import state_dir
 
 FORMAT = "colibri expert usage"
 VERSION = 1

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.container.checkpoint import Checkpoint
+from conversion.checkpoint import Checkpoint
+from conversion.writer import ContainerWriter
 from shared.container.checksum import checksum
 from shared.container.format import (
     INDEX_NAME,
@@ -26,9 +27,8 @@ from shared.container.format import (
 )
 from shared.container.pack import F32, TILE_ROWS, pack_matrix, quantise_rows, to_bf16
 from shared.container.reader import Container
-from shared.container.writer import ContainerWriter
 from shared.errors import ConfigError, ContainerError
-from shared.model_spec import ModelSpec
+from shared.model.spec import ModelSpec
 
 VERSION = "0.2.0"
 """Raised whenever the same checkpoint would give other bytes; unfinished work of another version is refused."""

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shared.bus import ControlClient
-from shared.config import FROZEN_NAME, GroupConfig, load_frozen
-from shared.endpoints import GATEWAY, Endpoints
 from shared.errors import ColibriError, ConfigError
 from shared.messages.control import Status, StatusWanted
+from shared.run.config import FROZEN_NAME, GroupConfig, load_frozen
+from shared.wire.bus import ControlClient
+from shared.wire.endpoints import GATEWAY, Endpoints
 
 CONNECT_TIMEOUT_S = 10.0
 SILENCE_TIMEOUT_S = 60.0

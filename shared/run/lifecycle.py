@@ -31,14 +31,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from shared.bus import AsyncBus, Bus, ControlClient
-from shared.config import GroupConfig, load_frozen
-from shared.endpoints import Endpoints
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ChecksumMismatch, ColibriError, ConfigError, ShortRead
 from shared.log import Log
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.base import Msg
 from shared.messages.control import Ram, RamWanted
+from shared.run.config import GroupConfig, load_frozen
+from shared.wire.bus import AsyncBus, Bus, ControlClient
+from shared.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
     import asyncio
