@@ -21,7 +21,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway import stream
-from services.gateway.openai_api import ApiError, Wanted, parse_chat, parse_completion, shape_of
+from services.gateway.answers import shape_of
+from services.gateway.bodies import Wanted, parse_chat, parse_completion
+from services.gateway.errors import ApiError
 from services.gateway.stream import ClientGone, Receive, Send, Ticket
 from shared.log import Log
 from shared.messages.gateway import GroupState, RequestDone

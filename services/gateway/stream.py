@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Final
 
-from services.gateway.openai_api import ApiError, Shape
+from services.gateway.answers import Shape
+from services.gateway.errors import ApiError
 from services.gateway.requests import RequestEvent
 from shared.messages.gateway import RequestAccepted, RequestDone, RequestRefused, TokenOut
 

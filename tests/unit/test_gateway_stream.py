@@ -11,7 +11,7 @@ import pytest
 
 from services.gateway.app import BodyBudget, make_app, read_body
 from services.gateway.engine import GatewayEngine
-from services.gateway.openai_api import ApiError
+from services.gateway.errors import ApiError
 from services.gateway.requests import Limits
 from services.gateway.stream import ClientGone
 from shared.log import Log

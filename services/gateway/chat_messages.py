@@ -1,0 +1,124 @@
+"""A conversation as clients send it, checked and brought into the one form that templates get. Pure. Runs in the gateway."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from services.gateway.errors import invalid, short
+from services.gateway.json_body import convert
+
+MAX_MESSAGES: Final = 1_000_000
+
+
+class Function(Struct):
+    name: str
+    arguments: Any = None
+
+
+class ToolCall(Struct):
+    function: Function
+    id: str | None = None
+    type: str | None = None
+
+
+class Message(Struct):
+    role: str
+    content: Any = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+
+
+def plain_messages(value: Any) -> list[dict[str, Any]]:
+    """Checked and brought into one form: content is a string, call arguments are objects, unknown keys are gone."""
+    if value is None:
+        raise invalid("messages", "messages is missing: a list of {role, content}", "missing_field")
+    if not isinstance(value, list):
+        raise invalid("messages", "messages must be a list", "invalid_type")
+    if not value:
+        raise invalid("messages", "messages must not be empty")
+    if len(value) > MAX_MESSAGES:
+        raise invalid("messages", f"at most {MAX_MESSAGES} messages, got {len(value)}")
+    open_calls: set[str] = set()
+    has_calls = False
+    plain = []
+    for idx, item in enumerate(value):
+        at = f"messages[{idx}]"
+        message: Message = convert(item, Message, at)
+        if message.role not in ROLES:
+            raise invalid(f"{at}.role", f"{at}.role: {short(message.role)} is none of {', '.join(ROLES)}")
+        if message.tool_calls and message.role != "assistant":
+            raise invalid(f"{at}.tool_calls", f"{at}.tool_calls: only the assistant calls tools")
+        out: dict[str, Any] = {"role": message.role}
+        content = _content(message.content, f"{at}.content")
+        if message.role == "assistant":
+            if content is None and not message.tool_calls:
+                raise invalid(at, f"{at}: an assistant message needs content or tool_calls")
+        elif content is None:
+            raise invalid(
+                f"{at}.content", f"{at}.content is missing: a string or a list of text parts", "missing_field"
+            )
+        out["content"] = content or ""
+        if message.role == "tool":
+            if not has_calls:
+                raise invalid(at, f"{at}: a tool result without a tool call before it")
+            if message.tool_call_id is not None:
+                if message.tool_call_id not in open_calls:
+                    raise invalid(f"{at}.tool_call_id", f"{at}.tool_call_id: no tool call before it has this id")
+                out["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            has_calls = True
+            open_calls.update(call.id for call in message.tool_calls if call.id is not None)
+            out["tool_calls"] = [_call(call, f"{at}.tool_calls[{k}]") for k, call in enumerate(message.tool_calls)]
+        if message.name is not None:
+            out["name"] = message.name
+        if message.reasoning_content is not None:
+            out["reasoning_content"] = message.reasoning_content
+        plain.append(out)
+    return plain
+
+
+def _content(value: Any, at: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise invalid(at, f"{at} must be a string or a list of text parts", "invalid_type")
+    texts = []
+    for idx, part in enumerate(value):
+        if not isinstance(part, dict):
+            raise invalid(f"{at}[{idx}]", f"{at}[{idx}] must be an object with a type", "invalid_type")
+        if part.get("type") not in ("text", "input_text"):
+            raise invalid(
+                f"{at}[{idx}].type",
+                f"{at}[{idx}].type: only text parts are supported, got {short(part.get('type'))}",
+                "unsupported_content",
+            )
+        if not isinstance(part.get("text"), str):
+            raise invalid(f"{at}[{idx}].text", f"{at}[{idx}].text must be a string", "invalid_type")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _call(call: ToolCall, at: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates iterate over."""
+    arguments = call.function.arguments
+    if arguments is None or arguments == "":
+        arguments = {}
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid(f"{at}.function.arguments", f"{at}.function.arguments must be a JSON object")
+    out: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    if call.id is not None:
+        out["id"] = call.id
+    return out
