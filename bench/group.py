@@ -17,6 +17,7 @@ import numpy as np
 
 from bench.roofline import BenchError
 from shared.memory.segments import COUNTERS, TRACE, Segment
+from shared.run.child import child_environment, python_command
 from shared.run.client import Answer, Client, find_group
 from shared.run.config import GroupConfig
 from shared.step.counters import read_all
@@ -85,9 +86,12 @@ def run_group(
 ) -> Iterator[Group]:
     """A group of our own on any free port, stopped at the end, by SIGTERM too. BenchError when it does not start (its words
     go to stderr)."""
-    up = [sys.executable, "-m", "deploy.up", "--run-dir", str(run_dir)]
+    up = python_command("deploy.up", "--run-dir", str(run_dir))
     started = subprocess.run(
-        wrap([*up, str(container), "--port", "0", "--daemon", *arguments]), stdout=sys.stderr, check=False
+        wrap([*up, str(container), "--port", "0", "--daemon", *arguments]),
+        env=child_environment(),
+        stdout=sys.stderr,
+        check=False,
     )
     if started.returncode:
         raise BenchError(f"colibri-up ended with {started.returncode} (its words are above)")
@@ -99,7 +103,7 @@ def run_group(
         yield Group(found[1], n_vocab, found[0])
     finally:
         signal.signal(signal.SIGTERM, before)
-        subprocess.run([*up, "--stop"], stdout=sys.stderr, timeout=STOP_WAIT_S, check=False)
+        subprocess.run([*up, "--stop"], env=child_environment(), stdout=sys.stderr, timeout=STOP_WAIT_S, check=False)
 
 
 def _end(number: int, _frame: object) -> None:

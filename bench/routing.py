@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from shared.run.child import child_environment, python_command
 from shared.run.client import Answer, Client, find_group
 
 TRAIN = Path(__file__).parents[1] / "models" / "train"
@@ -78,9 +79,10 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="colibri-routing-") as base:
         run_dir = Path(base) / "run"
-        up = [sys.executable, "-m", "deploy.up", "--run-dir", str(run_dir), "--port", "0", "--draft", args.draft]
-        up += ["--max-sequences", str(args.at_once), "--record-routing", str(args.trace.absolute()), "--daemon"]
-        subprocess.run(up, check=True)
+        up = python_command("deploy.up", "--run-dir", str(run_dir))
+        start = [*up, "--port", "0", "--draft", args.draft]
+        start += ["--max-sequences", str(args.at_once), "--record-routing", str(args.trace.absolute()), "--daemon"]
+        subprocess.run(start, env=child_environment(), check=True)
         try:
             found = find_group(run_dir)
             assert found is not None
@@ -90,7 +92,7 @@ def main() -> None:
                 counts = list(pool.map(lambda item: play(client, item[1], 1000 * item[0]), enumerate(talks)))
             print(f"{len(talks)} conversations, {sum(counts):,} tokens generated")
         finally:
-            subprocess.run([sys.executable, "-m", "deploy.up", "--run-dir", str(run_dir), "--stop"], check=False)
+            subprocess.run([*up, "--stop"], env=child_environment(), check=False)
 
 
 if __name__ == "__main__":

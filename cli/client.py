@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, TextIO
 
 from shared.errors import ColibriError, ConfigError
+from shared.run.child import child_environment, python_command
 from shared.run.client import Client, ask_status, find_group
 from shared.run.config import GroupConfig, is_locked
 from shared.wire.endpoints import default_run_dir
@@ -108,9 +109,9 @@ def _can_answer(config: GroupConfig) -> bool:
 def _own_group(directory: Path, arguments: list[str]) -> Iterator[str]:
     """A group that lives as long as this block, and ends too when this process is killed. Yields its address."""
     # Any free port: the group is ours alone and must not meet one of another run directory.
-    up = [sys.executable, "-m", "deploy.up", "--run-dir", str(directory), "--port", "0", *arguments]
     process = subprocess.Popen(
-        up,
+        python_command("deploy.up", "--run-dir", str(directory), "--port", "0", *arguments),
+        env=child_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C is ours: it may only stop an answer

@@ -12,7 +12,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from deploy.supervisor_conf import render, services_of
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
 from shared.messages import control
 from shared.run import running
+from shared.run.child import child_environment, python_command
 from shared.run.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked
 from shared.run.lifecycle import read_last_words
 from shared.wire.endpoints import DRAFTER, Endpoints, default_run_dir
@@ -232,7 +232,8 @@ def spawn_keeper(run_dir: Path, lock_fd: int) -> subprocess.Popen[bytes]:
     log_dir.mkdir(mode=0o700, exist_ok=True)
     with (log_dir / KEEPER_LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "deploy.keeper", str(run_dir)],  # -P: no modules of the current directory
+            python_command("deploy.keeper", str(run_dir)),
+            env=child_environment(),  # the services inherit it
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

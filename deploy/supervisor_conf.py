@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 
+from shared.run.child import python_command
 from shared.run.config import FROZEN_NAME, GroupConfig
 from shared.wire.endpoints import DRAFTER, SERVICES
 
@@ -70,7 +70,7 @@ def render(config: GroupConfig) -> str:
         )
     ]
     for service in services:
-        command = shlex.join([sys.executable, "-m", f"services.{service}", "--config", FROZEN_NAME])
+        command = shlex.join(python_command(f"services.{service}", "--config", FROZEN_NAME))
         parts.append(
             _PROGRAM.format(
                 service=service,

@@ -264,4 +264,4 @@ def test_a_bench_that_is_told_to_end_stops_its_group(tmp_path: Path) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
     assert ended.returncode == 128 + signal.SIGTERM
-    assert (tmp_path / "calls").read_text().splitlines()[-1] == "-m deploy.up --run-dir run --stop"
+    assert (tmp_path / "calls").read_text().splitlines()[-1] == "-P -m deploy.up --run-dir run --stop"

@@ -1,0 +1,36 @@
+"""The one name under which a wheel installs everything, and its console scripts.
+
+A wheel puts the rooms of the checkout (``shared``, ``services``, ``cli`` ...) below this package. Their names stay what
+they are in the checkout, because the console scripts put the directory that holds them first on the module path, and
+``shared.run.child`` does the same for every process that ours start. Nobody else's path is touched, so a foreign package
+called ``shared`` in the same environment and ours do not meet.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE if (HERE / "shared").is_dir() else HERE.parent
+"""The directory of our rooms: this package's own when installed, the checkout's when not."""
+
+
+def _use_rooms() -> None:
+    sys.path.insert(0, str(ROOT))
+
+
+def colibri() -> None:
+    """Console script ``colibri``."""
+    _use_rooms()
+    from cli.main import main
+
+    main()
+
+
+def colibri_up() -> None:
+    """Console script ``colibri-up``."""
+    _use_rooms()
+    from deploy.up import main
+
+    main()
