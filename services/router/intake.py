@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from services.router.sequences import NO_DRAFTS, SamplingParams, Sequence, TextStream
+from services.router.sequences import NO_DRAFTS, SamplingParams, Sequence
+from services.router.text_stream import TextStream
 from services.router.tokenizer import ModelTokenizer
 from shared.errors import Refused
 from shared.messages.router import Submit
@@ -49,7 +50,9 @@ class Intake:
             tokens=prompt,
             max_tokens=room if msg.max_tokens is None else min(msg.max_tokens, room),
             sampling=SamplingParams(msg.sampling.temperature, msg.sampling.top_p, msg.sampling.seed),
-            text=TextStream(self._tokenizer.decode if self._tokenizer else None, msg.stop),
+            text=TextStream(
+                self._tokenizer.piece if self._tokenizer else None, msg.stop, is_start=msg.messages_json is not None
+            ),
             eos_ids=frozenset() if msg.ignore_eos else frozenset(self._spec.eos_ids),
             n_logprobs=msg.n_logprobs,
             n_mtp=0 if self._is_drafting else NO_DRAFTS,

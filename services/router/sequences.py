@@ -1,4 +1,4 @@
-"""Sequences and their text: what a request has become inside the router. Pure: no sockets, no arrays.
+"""Sequences: what a request has become inside the router. Pure: no sockets, no arrays.
 
 Owns the token list of each request, how far the KV cache follows it, and the rules that end it. Does not know how
 tokens are computed, nor who asks.
@@ -6,73 +6,12 @@ tokens are computed, nor who asks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-REPLACEMENT = "\ufffd"
+from services.router.text_stream import TextStream
+
 NO_DRAFTS = -1
 """In ``n_mtp``: the drafter's cache has a gap, or there is no drafter; this sequence goes on without drafts."""
-
-
-class TextStream:
-    """Turns a growing list of token ids into text that may be sent: whole characters, no part of a stop string.
-
-    ``decode(ids)`` gives the text of a list of ids. A character split over tokens waits for its last byte; text that
-    could be the beginning of a stop string waits until that is ruled out. ``finish`` flushes what is left.
-    """
-
-    def __init__(self, decode: Callable[[SequenceOf[int]], str] | None, stop: SequenceOf[str] = ()) -> None:
-        self._decode = decode
-        self._stop = tuple(s for s in stop if s)
-        self._ids: list[int] = []
-        self._prefix = 0  # first id of the decoding window
-        self._read = 0  # ids whose text is in _held or sent
-        self._held = ""
-        self.is_stopped = False
-
-    def push(self, token: int) -> str:
-        """Text that this token completed and that may be sent."""
-        self._ids.append(token)
-        if self._decode is None or self.is_stopped:
-            return ""
-        before = self._decode(self._ids[self._prefix : self._read])
-        now = self._decode(self._ids[self._prefix :])
-        if len(now) <= len(before) or now.endswith(REPLACEMENT):
-            return ""
-        # Both ends of the window stand between characters: text was released only where none was split.
-        self._prefix, self._read = self._read, len(self._ids)
-        return self._release(now[len(before) :])
-
-    def finish(self) -> str:
-        """The rest: an unfinished character as one replacement character, text held back for a stop string."""
-        if self._decode is None or self.is_stopped:
-            return ""
-        before = self._decode(self._ids[self._prefix : self._read])
-        tail = self._decode(self._ids[self._prefix :])[len(before) :]
-        self._read = len(self._ids)
-        if tail.endswith(REPLACEMENT):
-            tail = tail.rstrip(REPLACEMENT) + REPLACEMENT
-        text = self._release(tail)
-        if not self.is_stopped:
-            text, self._held = text + self._held, ""
-        return text
-
-    def _release(self, new: str) -> str:
-        text = self._held + new
-        cut = min((i for i in (text.find(s) for s in self._stop) if i >= 0), default=-1)
-        if cut >= 0:
-            self.is_stopped = True
-            self._held = ""
-            return text[:cut]
-        keep = 0
-        for stop in self._stop:
-            for n in range(min(len(stop) - 1, len(text)), keep, -1):
-                if text.endswith(stop[:n]):
-                    keep = n
-                    break
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
 
 
 @dataclass

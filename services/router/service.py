@@ -425,19 +425,21 @@ class RouterService(Service):
             self._counters.add("accepted", len(advance.new_tokens) - 1)
         if advance.new_tokens:
             logprobs: tuple[TokenLogprob, ...] = ()
+            first = sequence.n_generated - len(advance.new_tokens)
             if sequence.n_logprobs is not None:
                 logprobs = tuple(
-                    self._logprob(frame.logits[row], token, sequence.n_logprobs)
-                    for row, token in zip(advance.logit_rows, advance.new_tokens, strict=True)
+                    self._logprob(
+                        frame.logits[row], token, sequence.n_logprobs, sequence.text.begins_with_first and idx == 0
+                    )
+                    for idx, (row, token) in enumerate(zip(advance.logit_rows, advance.new_tokens, strict=True), first)
                 )
-            first = sequence.n_generated - len(advance.new_tokens)
             self._bus.post(
                 "gateway", TokenOut(sequence.request, first, tuple(advance.new_tokens), advance.text, logprobs)
             )
         if sequence.finish_reason:
             self._finish(sequence, "")
 
-    def _logprob(self, logits: Any, token: int, n_top: int) -> TokenLogprob:
+    def _logprob(self, logits: Any, token: int, n_top: int, is_start: bool) -> TokenLogprob:
         values = np.empty(len(logits), np.float32)
         log_softmax(logits, values)
         top: tuple[tuple[int, float, bytes], ...] = ()
@@ -445,11 +447,11 @@ class RouterService(Service):
             n_top = min(n_top, len(values))
             best = np.argpartition(-values, n_top - 1)[:n_top]
             ordered = sorted(best.tolist(), key=lambda t: (-values[t], t))
-            top = tuple((t, float(values[t]), self._piece(t)) for t in ordered)
-        return TokenLogprob(token, float(values[token]), self._piece(token), top)
+            top = tuple((t, float(values[t]), self._piece(t, is_start)) for t in ordered)
+        return TokenLogprob(token, float(values[token]), self._piece(token, is_start), top)
 
-    def _piece(self, token: int) -> bytes:
-        return self._tokenizer.piece(token) if self._tokenizer else b""
+    def _piece(self, token: int, is_start: bool) -> bytes:
+        return self._tokenizer.piece(token, is_start) if self._tokenizer else b""
 
     def _finish(self, sequence: Sequence, text: str) -> None:
         self._done(sequence, text)

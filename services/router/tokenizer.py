@@ -10,11 +10,11 @@ import contextlib
 import datetime
 import functools
 import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from services.router.pieces import Pieces, bytes_of_letters
 from shared.errors import ContainerError, Refused
 
 # A private-use character that marks the cut; removed again before encoding.
@@ -37,9 +37,7 @@ class ModelTokenizer:
         with _naming(path):
             self._tokenizer = Tokenizer.from_file(str(path))
         added = self._tokenizer.get_added_tokens_decoder()
-        self._added = frozenset(added)
-        self._specials = frozenset(t.content for t in added.values() if t.special)
-        self._byte_of = _bytes_of_letters() if type(self._tokenizer.decoder).__name__ == "ByteLevel" else {}
+        self._pieces = Pieces(self._tokenizer)
         self._controls = sorted((t.content for t in added.values() if t.content), key=len, reverse=True)
         self._special_tokens, source, path = _read_tokenizer_config(model_dir)
         with _naming(path):
@@ -78,24 +76,16 @@ class ModelTokenizer:
         """No token stands for more characters than this."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         vocab = self._tokenizer.get_vocab()
-        is_plain = self._byte_of and self._byte_of.keys() <= vocab.keys() and not self._tokenizer.normalizer
+        is_plain = (
+            self._pieces.is_byte_level and bytes_of_letters().keys() <= vocab.keys() and not self._tokenizer.normalizer
+        )
         if not is_plain or any(token.lstrip or token.rstrip for token in added):
             return 1 << 62  # characters may vanish, or one token swallow any number of them
         return max(map(len, vocab))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def piece(self, token: int) -> bytes:
+    def piece(self, token: int, is_start: bool = False) -> bytes:
         """The token's own bytes, so that those of an answer join to its text; none for a control token."""
-        spelling = self._tokenizer.id_to_token(token)
-        if spelling is None or spelling in self._specials:
-            return b""
-        if self._byte_of and token not in self._added:
-            return bytes(self._byte_of[char] for char in spelling if char in self._byte_of)
-        if match := re.fullmatch(r"<0x([0-9A-F]{2})>", spelling):  # byte fallback of SentencePiece vocabularies
-            return bytes([int(match[1], 16)])
-        return str(self._tokenizer.decode([token], skip_special_tokens=False)).encode()
+        return self._pieces.of(token, is_start)
 
     def encode_chat(
         self, messages: list[dict[str, Any]], kwargs: dict[str, Any], at_most: int | None = None
@@ -142,13 +132,6 @@ class ModelTokenizer:
         if isinstance(value, dict):
             return {k: self._disarm(v) for k, v in value.items()}
         return value
-
-
-def _bytes_of_letters() -> dict[str, int]:
-    """How byte-level vocabularies spell bytes: printable Latin-1 stands for itself, the rest follows from U+0100 on."""
-    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in own]
-    return {chr(byte): byte for byte in own} | {chr(0x100 + k): byte for k, byte in enumerate(others)}
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from services.router.scheduler import Scheduler
-from services.router.sequences import SamplingParams, Sequence, TextStream
+from services.router.sequences import SamplingParams, Sequence
+from services.router.text_stream import TextStream
 
 
 def make_scheduler(**overrides: int | bool) -> Scheduler:

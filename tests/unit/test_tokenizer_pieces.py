@@ -30,20 +30,34 @@ def test_pieces_of_a_byte_level_vocabulary_join_to_the_text(tmp_path: Path) -> N
     for text in ("héllo wörld", "🙂 你好\n\t\x00\x7f\xa0\xad", "a <think> b", "".join(map(chr, range(0x250)))):
         ids = model.encode(text)
         assert b"".join(map(model.piece, ids)).decode() == text
-        assert model.decode(ids) == text
+        assert model.piece(ids[0], True) == model.piece(ids[0])
     (control,) = model.encode("<|user|>")
     assert model.piece(control) == b""
     assert model.piece(1 << 20) == b""
 
 
 def test_byte_fallback_pieces_are_bytes(tmp_path: Path) -> None:
-    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "▁a": 257}
+    vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}, "▁a": 257, "b": 258, "\ufffd": 259}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    for steps in (spaces, [*spaces, decoders.Strip(" ", 1, 0)]):
+        tokenizer.decoder = decoders.Sequence(steps)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        model = ModelTokenizer(tmp_path)
+        assert b"".join(model.piece(byte + 1) for byte in "é".encode()) == "é".encode()
+        assert [model.piece(257), model.piece(258), model.piece(259)] == [b" a", b"b", "\ufffd".encode()]
+        for ids in ([257, 257, 258], [258, 257]):  # as a text of its own
+            pieces = [model.piece(token, idx == 0) for idx, token in enumerate(ids)]
+            assert b"".join(pieces).decode() == tokenizer.decode(ids)
+
+
+def test_an_added_token_in_plain_spelling_is_its_spelling(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("  ", special=False), AddedToken("日", special=False)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     model = ModelTokenizer(tmp_path)
-    assert b"".join(model.piece(byte + 1) for byte in "é".encode()) == "é".encode()
-    assert model.piece(257).strip() == b"a"
+    for text in ("  ", "日"):
+        assert model.piece(tokenizer.token_to_id(text)).decode() == text
 
 
 @pytest.mark.parametrize("letter", ["a", "é ", " "])
