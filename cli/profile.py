@@ -23,6 +23,7 @@ from cli.profile_storage import StoreFacts
 from cli.run import parse_ids, read_prompt, request_of
 from shared.errors import ConfigError
 from shared.memory.segments import COUNTERS, TRACE, Segment
+from shared.model.spec import read_json
 from shared.run.client import Answer, Client, ask_status, find_group
 from shared.run.config import FROZEN_NAME, load_frozen
 from shared.step.counters import read_all
@@ -233,8 +234,8 @@ def command(
 def make_ids(model_dir: Path, n_tokens: int, seed: int) -> list[int]:
     """``n_tokens`` ids below the model's vocabulary, the same for the same seed."""
     try:
-        vocab = int(json.loads((model_dir / "config.json").read_text())["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):
+        vocab = int(read_json(model_dir / "config.json")["vocab_size"])
+    except (ConfigError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{model_dir}/config.json does not say the size of the vocabulary") from None
     return random.Random(seed).choices(range(vocab), k=n_tokens)
 

@@ -27,6 +27,7 @@ from shared.container.format import (
 )
 from shared.container.pack import F32, TILE_ROWS, pack_matrix, quantise_rows, to_bf16
 from shared.container.reader import Container
+from shared.container.recognise import why_no_checkpoint
 from shared.errors import ConfigError, ContainerError
 from shared.model.spec import ModelSpec
 
@@ -63,6 +64,8 @@ class Conversion:
             raise ConfigError(f"--precision must be one of {', '.join(PRECISIONS)}, found {precision!r}.")
         if (source / INDEX_NAME).exists():
             raise ContainerError(f"{source} is already a container; give the directory of the original checkpoint.")
+        if complaint := why_no_checkpoint(source):
+            raise ContainerError(complaint)
         self.source, self.precision = source, precision
         self.spec = ModelSpec.load(source)
         self.plan: ContainerPlan = plan_container(self.spec, PRECISIONS[precision])

@@ -74,8 +74,10 @@ def model_dir_of(settings: Settings) -> Path:
     """The model directory that was asked for, or the embedded model's."""
     if settings.model:
         path = Path(settings.model).expanduser().absolute()
-        if not path.is_dir():
-            raise ConfigError(f"model directory {path} does not exist")
+        if not os.path.isdir(path):
+            from shared.container.recognise import why_no_container
+
+            raise ConfigError(why_no_container(settings.model if settings.model[:1] != "~" else path))
         return path
     embedded = Path(str(resources.files("models"))) / EMBEDDED_MODEL
     if not embedded.is_dir():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -11,9 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from shared.errors import ConfigError, ContainerError
+from shared.files import TOKENIZER_LIMIT_BYTES, read_file
 
 DEFAULT_TEXT = "heldout.jsonl"
 """In the package ``models``: conversations that the embedded model was not trained on."""
+_TEXT_LIMIT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def default_text() -> Path:
 def read_documents(path: Path) -> list[str]:
     """Documents of a text file: the lines' ``"text"`` of a .jsonl, else the whole file. ConfigError."""
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_file(path, _TEXT_LIMIT_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ConfigError(f"--text {path} can't be read: {reason}.") from None
@@ -58,13 +61,15 @@ def read_documents(path: Path) -> list[str]:
 def tokens_of_text(path: Path, model: Path, n_tokens: int, window: int) -> Tokens:
     """The first ``n_tokens`` tokens, every document in pieces of at most ``window``. Control tokens spelt in it are meant."""
     tokenizer_path = model / "tokenizer.json"
-    if not tokenizer_path.is_file():
+    if not os.path.lexists(tokenizer_path):
         raise ConfigError(f"{model} has no tokenizer.json, so a text can't be used; give --ids or --random.")
     documents = read_documents(path)
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_path))
+        tokenizer = Tokenizer.from_buffer(read_file(tokenizer_path, TOKENIZER_LIMIT_BYTES))
+    except OSError as error:
+        raise ContainerError(f"{tokenizer_path} can't be read: {error.strerror}.") from None
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         raise ContainerError(f"{tokenizer_path} can't be used ({error}). Copy it again from the checkpoint.") from None
     encoded = (tokenizer.encode(text, add_special_tokens=False).ids for text in documents)

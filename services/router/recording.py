@@ -7,6 +7,7 @@ own, so that a slow disk delays no layer.
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from services.router.sequences import Sequence
 from shared.container.reader import Container
 from shared.errors import ConfigError
 from shared.experts.traces import SpanNote, TraceHeader, TraceWriter, layer_record, lost_record, step_record
+from shared.files import open_file
 from shared.log import Log
 from shared.step.stages import StepKind
 
@@ -34,7 +36,7 @@ class LogitRecorder:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._file = path.open("ab")
+            self._file = os.fdopen(open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
         except OSError as error:
             raise ConfigError(f"record_logits: {path} can't be written: {error.strerror}") from None
 

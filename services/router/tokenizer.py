@@ -10,12 +10,14 @@ import contextlib
 import datetime
 import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from services.router.pieces import Pieces, bytes_of_letters
 from shared.errors import ContainerError, Refused
+from shared.files import TOKENIZER_LIMIT_BYTES, is_file, read_file
 
 # A private-use character that marks the cut; removed again before encoding.
 _CUT = "\U0010fffd"
@@ -35,7 +37,7 @@ class ModelTokenizer:
 
         path = model_dir / "tokenizer.json"
         with _naming(path):
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_buffer(read_file(path, TOKENIZER_LIMIT_BYTES))
         added = self._tokenizer.get_added_tokens_decoder()
         self._pieces = Pieces(self._tokenizer)
         self._controls = sorted((t.content for t in added.values() if t.content), key=len, reverse=True)
@@ -45,7 +47,9 @@ class ModelTokenizer:
 
     @staticmethod
     def exists(model_dir: Path) -> bool:
-        return (model_dir / "tokenizer.json").is_file()
+        path = model_dir / "tokenizer.json"
+        with _naming(path):
+            return is_file(path)
 
     def encode(self, text: str, at_most: int | None = None) -> list[int]:
         """Ids of a raw prompt; control tokens spelt in it are meant. ``at_most``: how many can be of use."""
@@ -149,9 +153,9 @@ def _read_tokenizer_config(model_dir: Path) -> tuple[dict[str, str], str | None,
     special: dict[str, str] = {}
     source = None
     config_path = model_dir / "tokenizer_config.json"
-    if config_path.is_file():
+    if os.path.lexists(config_path):
         with _naming(config_path):
-            config = dict(json.loads(config_path.read_text("utf-8")))
+            config = dict(json.loads(read_file(config_path, TOKENIZER_LIMIT_BYTES)))
         for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
             value = config.get(key)
             if isinstance(value, dict):
@@ -164,9 +168,9 @@ def _read_tokenizer_config(model_dir: Path) -> tuple[dict[str, str], str | None,
         if isinstance(template, str):
             source = template
     template_path = model_dir / "chat_template.jinja"
-    if template_path.is_file():
+    if os.path.lexists(template_path):
         with _naming(template_path):
-            return special, template_path.read_text("utf-8"), template_path
+            return special, read_file(template_path, TOKENIZER_LIMIT_BYTES).decode("utf-8"), template_path
     return special, source, config_path
 
 

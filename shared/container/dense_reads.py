@@ -22,6 +22,7 @@ import numpy.typing as npt
 from native.reader import SECTOR, ReadDone, Reader, open_direct
 from shared.container.checksum import checksum
 from shared.errors import ChecksumMismatch, ContainerError, ShortRead
+from shared.files import open_file
 
 ALIGN = 64
 """Where a tensor begins in the buffer."""
@@ -244,7 +245,7 @@ class _Files:
             except OSError:
                 self._may_be_direct = False  # this file system has none
         if fd < 0:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_file(path)
         return fd, os.fstat(fd).st_size
 
     def is_direct(self, fd: int) -> bool:

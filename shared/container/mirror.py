@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import ContainerError
+from shared.files import read_file, strict_json
 
 MANIFEST_NAME = "mirror.json"
 MANIFEST_VERSION = 1
@@ -76,9 +77,7 @@ def read_manifest(directory: Path, fingerprint: str, files: Mapping[str, FileFac
     """
     path = directory / MANIFEST_NAME
     try:
-        if path.stat().st_size > _MANIFEST_LIMIT_BYTES:
-            raise ContainerError(f"{path} is larger than 64 MiB; `colibri mirror stage` did not write it. Delete it.")
-        raw = path.read_bytes()
+        raw = read_file(path, _MANIFEST_LIMIT_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -91,7 +90,8 @@ def read_manifest(directory: Path, fingerprint: str, files: Mapping[str, FileFac
                 f"{path} has format version {version!r}, this program reads {MANIFEST_VERSION}. {again}"
             )
         manifest = msgspec.json.decode(raw, type=Manifest)
-    except (msgspec.DecodeError, RecursionError) as error:
+        strict_json(raw)  # msgspec takes the last of two keys
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise ContainerError(f"{path} is malformed ({error}). {again}") from None
     if manifest.fingerprint != fingerprint:
         raise ContainerError(
@@ -140,7 +140,7 @@ def held_files(directory: Path, model_dir: Path, fingerprint: str, files: Mappin
     manifest = read_manifest(directory, fingerprint, files)
     if manifest is not None:
         return {name: unpack_held(file.held, files[name].n_records) for name, file in manifest.files.items()}
-    held: dict[str, Held] = {name: None for name in files if (directory / name).is_file()}
+    held: dict[str, Held] = {name: None for name in files if os.path.lexists(directory / name)}
     if not held:
         raise ContainerError(
             f"{directory} is no mirror of {model_dir}: it has neither {MANIFEST_NAME} nor one of the model's expert files. "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from native.reader import SECTOR
+from shared.container.checksum import checksum
 from shared.container.dense_reads import ALIGN, Part, check, place, read_runs
 from shared.container.format import (
     FORMAT_VERSION,
@@ -39,13 +40,16 @@ from shared.container.format import (
     plan_facts,
 )
 from shared.container.mirror import MANIFEST_NAME, FileFacts, Held, held_files
+from shared.container.recognise import why_no_container
 from shared.container.safetensors_file import FileHeader, read_header
 from shared.errors import ChecksumMismatch, ContainerError, ShortRead
+from shared.files import is_file, open_file, read_file, strict_json
 from shared.model.spec import ModelSpec
 
 _PIECE_BYTES = 4 << 20
 _N_READERS = 4
-_INDEX_LIMIT_BYTES = 1 << 30
+_INDEX_LIMIT_BYTES = 256 << 20
+TOKENIZER_NAME = "tokenizer.json"
 
 
 class DenseEntry(msgspec.Struct, frozen=True):
@@ -167,6 +171,12 @@ class Container:
         plan = plan_container(spec, index.precision)
         dense = _open_dense(path, plan, index.dense)
         experts = _expert_files(path, plan, index.experts)
+        fingerprint = fingerprint_of(plan, index.dense, index.experts)
+        if fingerprint != index.fingerprint:
+            raise ContainerError(
+                f"{path / INDEX_NAME} has fingerprint {index.fingerprint!r}, its checksums give {fingerprint!r}: one of them "
+                "is damaged. Copy it again, or convert the checkpoint again."
+            )
         places: tuple[Path, ...] = ()
         if with_copies:
             places = _find_copies(path, plan, experts, index.fingerprint, [Path(m) for m in mirrors], on_bad_mirror)
@@ -175,7 +185,7 @@ class Container:
     def facts(self) -> Facts:
         """Bytes by owner, for the ledger."""
         facts = plan_facts(self.spec, plan_container(self.spec, self.precision))
-        return msgspec.structs.replace(facts, has_tokenizer=(self.path / "tokenizer.json").is_file())
+        return msgspec.structs.replace(facts, has_tokenizer=_has_tokenizer(self.path))
 
     def shares(self, drives: Sequence[int]) -> dict[frozenset[int], float]:
         """Sets of drives -> share of the experts' bytes with copies exactly there. ``drives``: of each of ``places``."""
@@ -282,6 +292,13 @@ class Container:
             return files.fill(_expert_part(self.experts[layer], expert))
 
 
+def _has_tokenizer(path: Path) -> bool:
+    try:
+        return is_file(path / TOKENIZER_NAME)
+    except OSError as error:
+        raise ContainerError(f"{path / TOKENIZER_NAME} can't be read: {error.strerror}.") from None
+
+
 def aligned_buffer(n_bytes: int) -> npt.NDArray[np.uint8]:
     """A u8 array of ordinary memory, aligned for direct reads: an ``allocate`` for tests and tools."""
     raw = np.empty(n_bytes + SECTOR, np.uint8)
@@ -325,7 +342,7 @@ class _Files:
         try:
             with self._lock:
                 if part.file not in self._fds:
-                    self._fds[part.file] = os.open(part.file, os.O_RDONLY | os.O_CLOEXEC)
+                    self._fds[part.file] = open_file(part.file)
                 fd = self._fds[part.file]
             view, done = memoryview(target.data), 0
             while done < len(view):
@@ -369,11 +386,9 @@ def _as_tensor(entry: DenseEntry, weight: npt.NDArray[np.uint8], scale: npt.NDAr
 def _read_index(path: Path) -> Index:
     index_path = path / INDEX_NAME
     try:
-        if index_path.stat().st_size > _INDEX_LIMIT_BYTES:
-            raise ContainerError(f"{index_path} is larger than 1 GiB; it is not an index that the converter wrote.")
-        raw = index_path.read_bytes()
+        raw = read_file(index_path, _INDEX_LIMIT_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        raise ContainerError(_no_index(path)) from None
+        raise ContainerError(why_no_container(path)) from None
     except OSError as error:
         raise ContainerError(f"{index_path} can't be read: {error.strerror}.") from None
     try:
@@ -383,24 +398,23 @@ def _read_index(path: Path) -> Index:
                 f"{index_path} has format version {version!r}, this program reads version {FORMAT_VERSION}. "
                 "Convert the checkpoint again with this program."
             )
-        return msgspec.json.decode(raw, type=Index)
-    except (msgspec.DecodeError, RecursionError) as error:
+        index = msgspec.json.decode(raw, type=Index)
+        strict_json(raw)  # msgspec takes the last of two keys
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ContainerError(
             f"{index_path} is malformed ({error}). Copy it again, or convert the checkpoint again."
         ) from None
+    return index
 
 
-def _no_index(path: Path) -> str:
-    if not path.is_dir():
-        return f"{path} is not a directory. Give the directory of a container."
-    if (path / ".unfinished").is_dir():
-        return (
-            f"{path} is unfinished: the conversion was interrupted. Run the same `colibri convert` command again, "
-            "it goes on from there."
-        )
-    if any(path.glob("*.safetensors")):
-        return f"{path} is a checkpoint, not a container (it has no {INDEX_NAME}). Run: colibri convert {path} OUT"
-    return f"{path} holds no {INDEX_NAME}: it is not a container. Give the directory that `colibri convert` wrote."
+def fingerprint_of(plan: ContainerPlan, dense: Mapping[str, DenseRecord], experts: Mapping[str, ExpertsRecord]) -> str:
+    """What identifies a container's content: XXH64 over the checksums of everything in it, in the plan's order."""
+    joined: list[str] = []
+    for item in (item for file in plan.dense for item in file.items):
+        joined += [dense[item.name].checksum, dense[item.name].scale_checksum or ""]
+    for layer in plan.experts:
+        joined += experts[str(layer.layer)].checksums
+    return checksum("".join(joined).encode())
 
 
 def _require_same_names(path: Path, what: str, expected: Collection[str], found: Collection[str]) -> None:
@@ -440,7 +454,7 @@ def _open_dense(path: Path, plan: ContainerPlan, records: dict[str, DenseRecord]
             )
         file = _checked_file(path, record.file)
         if record.file not in headers:
-            headers[record.file] = read_header(file)
+            headers[record.file] = read_header(file, name)
         entries[name] = _dense_entry(file, headers[record.file], item, record)
     _require_exact_files(path, headers, {f: [n for n, r in records.items() if r.file == f] for f in headers}, records)
     return entries
@@ -476,13 +490,6 @@ def _require_exact_files(
             raise ContainerError(
                 f"{path / file} holds tensor {extra[0]!r}, which {INDEX_NAME} does not list. Copy both again."
             )
-        _require_size(path / file, header)
-
-
-def _require_size(path: Path, header: FileHeader) -> None:
-    end = header.data_offset + sum(entry.n_bytes for entry in header.tensors.values())
-    if end != header.file_bytes:
-        raise ContainerError(f"{path} should have {end:,} bytes, it has {header.file_bytes:,}. Copy the file again.")
 
 
 def _expert_files(path: Path, plan: ContainerPlan, records: dict[str, ExpertsRecord]) -> dict[int, ExpertFile]:
@@ -531,7 +538,7 @@ def _find_copies(
     plans = {file.layer: file for file in plan.experts}
     copies: dict[int, list[Copy]] = {layer: [] for layer in experts}
     for layer, file in experts.items():
-        if (path / file.name).exists():
+        if os.path.lexists(path / file.name):
             _check_expert_header(path / file.name, plans[layer], file)
             copies[layer].append(Copy(path / file.name, 0))
     places = [path]
@@ -553,8 +560,9 @@ def _find_copies(
             if not any(copy.holds(expert) for copy in copies[layer]):
                 what = f"expert {expert} of {file.name}" if copies[layer] else file.name
                 raise ContainerError(
-                    f"{what} is missing; looked in {', '.join(map(str, places))}. Copy the file again from where the model "
-                    "came from, or name the directory that holds it with --mirror."
+                    f"{what} is missing; looked in {', '.join(map(str, places))}. Copy the file, which should hold "
+                    f"{plans[layer].tensor_name(expert)!r}, again from where the model came from, or name the directory that "
+                    "holds it with --mirror."
                 )
         experts[layer] = msgspec.structs.replace(file, copies=tuple(copies[layer]))
     return tuple(places)
@@ -592,13 +600,19 @@ def file_facts(experts: dict[int, ExpertFile]) -> dict[str, FileFacts]:
 
 def _check_expert_header(path: Path, plan: ExpertFilePlan, file: ExpertFile) -> None:
     """ContainerError unless the file at ``path`` has the header and the size of this layer's records."""
-    header = read_header(path)
+    header = read_header(path, plan.tensor_name(0))
     if header.data_offset != file.data_offset or file.data_offset % 4096:
         raise ContainerError(
-            f"{path}: records start at byte {header.data_offset:,}, {INDEX_NAME} says {file.data_offset:,} (a "
-            "multiple of 4,096). Copy both again."
+            f"{path}: records ({plan.tensor_name(0)!r} is the first) start at byte {header.data_offset:,}, {INDEX_NAME} says "
+            f"{file.data_offset:,} (a multiple of 4,096). Copy both again."
         )
-    _require_same_names(path, "tensor", [plan.tensor_name(e) for e in range(plan.n_experts)], header.tensors)
+    wanted = {plan.tensor_name(e) for e in range(plan.n_experts)}
+    if wanted != header.tensors.keys():
+        lacking, foreign = sorted(wanted - header.tensors.keys()), sorted(header.tensors.keys() - wanted)
+        what = (
+            f"lacks tensor {lacking[0]!r}" if lacking else f"holds tensor {foreign[0]!r}, which does not belong there"
+        )
+        raise ContainerError(f"{path} {what}. Copy the file again.")
     for expert in range(plan.n_experts):
         entry = header.tensors[plan.tensor_name(expert)]
         if (entry.dtype, entry.shape, entry.offset) != ("U8", (file.record_bytes,), file.offset_of(expert)):
@@ -607,4 +621,3 @@ def _check_expert_header(path: Path, plan: ExpertFilePlan, file: ExpertFile) -> 
                 f"{file.offset_of(expert):,}, found {entry.dtype} "
                 f"{list(entry.shape)} at {entry.offset:,}. Copy the file again."
             )
-    _require_size(path, header)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from native.library import NativeError
 from shared.container.reader import Container
 from shared.errors import ContainerError
+from shared.files import open_file
 
 _DTYPES = {"f32": np.float32, "bf16": np.uint16, "q8": np.int8}
 
@@ -52,7 +53,7 @@ class TableOnDisk:
         self.n_rows, self.hidden = entry.shape
         self._dtype: Any = _DTYPES[entry.format]
         self._row_bytes = self.hidden * np.dtype(self._dtype).itemsize
-        self._fd = os.open(entry.file, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_file(entry.file)
         # One row says nothing about the next: reading ahead would only fill the page cache.
         os.posix_fadvise(self._fd, entry.offset, entry.bytes, os.POSIX_FADV_RANDOM)
 

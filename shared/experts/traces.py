@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.errors import ConfigError, SchemaError
+from shared.files import open_file
 from shared.step.stages import StepKind
 
 FORMAT = "colibri routing trace"
@@ -113,7 +114,7 @@ class TraceWriter:
 
     def __init__(self, path: Path, header: TraceHeader) -> None:
         try:
-            self._file = path.open("a+b")
+            self._file = os.fdopen(open_file(path, os.O_RDWR | os.O_APPEND | os.O_CREAT), "a+b")
         except OSError as error:
             raise ConfigError(f"record_routing: {path} can't be written: {error.strerror}") from None
         try:
@@ -168,7 +169,7 @@ class TraceReader:
         self._path = path
         self.n_lost = 0
         try:
-            self._file = path.open("rb")
+            self._file = os.fdopen(open_file(path), "rb")
         except OSError as error:
             raise ConfigError(f"trace {path}: {error.strerror}") from None
         self._values = _Values(path, self._file)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from native.memory import hash64
 from shared.experts.residency import HALF_LIFE_STEPS, Key
+from shared.files import read_file
 from shared.kept import replace_file
 from shared.wire.endpoints import state_dir
 
@@ -131,9 +132,7 @@ def load_usage(path: Path, fingerprint: str, layers: Sequence[int] | None, n_exp
     """
     history = UsageHistory(layers or (), n_experts)
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return history, "it is too large"
-        data = path.read_bytes()
+        data = read_file(path, MAX_FILE_BYTES)
     except FileNotFoundError:
         return history, ""
     except OSError as error:

@@ -17,6 +17,7 @@ import msgspec
 
 from native.memory import hash64
 from native.reader import ENGINES
+from shared.files import read_file
 from shared.kept import replace_file
 from shared.wire.endpoints import state_dir
 
@@ -180,9 +181,7 @@ def kept_path(folder: Path, mount: Mount, record_bytes: int) -> Path:
 def load_kept(path: Path, mount: Mount, record_bytes: int, now: float) -> tuple[DriveProfile | None, str]:
     """(what was kept, why nothing is usable or ''). No file is no reason."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return None, "it is too large"
-        file = msgspec.json.decode(path.read_bytes(), type=_File)
+        file = msgspec.json.decode(read_file(path, MAX_FILE_BYTES), type=_File)
         if file.format != FORMAT or file.version != VERSION:
             return None, f"it is of version {file.version}, this program writes {VERSION}"
         if f"{hash64(bytes(file.body)):016x}" != file.checksum:

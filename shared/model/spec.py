@@ -6,8 +6,8 @@ A family that is not listed, a missing key, or values that contradict each other
 
 from __future__ import annotations
 
-import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import ConfigError
+from shared.files import read_file, strict_json
 
 Config = Mapping[str, Any]
 
@@ -136,7 +137,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Reads ``config.json`` and, when present, ``generation_config.json`` of a checkpoint or a container."""
         model_dir = Path(model_dir)
         generation_path = model_dir / "generation_config.json"
-        generation = read_json(generation_path) if generation_path.exists() else None
+        generation = read_json(generation_path) if os.path.lexists(generation_path) else None
         return ModelSpec.from_config(read_json(model_dir / "config.json"), generation)
 
     @staticmethod
@@ -148,9 +149,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ConfigError when it is missing, not JSON, or not an object."""
     try:
-        if path.stat().st_size > _JSON_LIMIT_BYTES:
-            raise ConfigError(f"{path} has {path.stat().st_size:,} bytes; a configuration file has less than 16 MiB.")
-        value = json.loads(path.read_bytes())
+        value = strict_json(read_file(path, _JSON_LIMIT_BYTES), is_edited=True)
     except FileNotFoundError:
         raise ConfigError(
             f"{path} does not exist: {path.parent} is not a model directory. Give the directory that holds config.json."
@@ -159,7 +158,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path.parent} is not a directory; give the directory that holds config.json.") from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON ({error}). Copy the file again from the checkpoint.") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a JSON {type(value).__name__}, expected an object.")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from shared.errors import ConfigError
+from shared.files import read_file
 from shared.kept import replace_file
 
 FROZEN_NAME = "group.json"
@@ -175,6 +176,9 @@ def parse_slots(text: str | int) -> str | int:
     return text
 
 
+_TOML_LIMIT_BYTES = 1 << 20
+_FROZEN_LIMIT_BYTES = 16 << 20
+
 _RANGES: dict[str, tuple[float, float]] = {
     "port": (0, 65535),
     "ram_bytes": (0, 1 << 60),
@@ -195,10 +199,10 @@ def load_settings(toml_path: str | Path | None = None, overrides: dict[str, Any]
     values: dict[str, Any] = {}
     if toml_path is not None:
         try:
-            values = tomllib.loads(Path(toml_path).read_text(encoding="utf-8"))
+            values = tomllib.loads(read_file(toml_path, _TOML_LIMIT_BYTES).decode("utf-8"))
         except OSError as error:
             raise ConfigError(f"configuration file {toml_path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"configuration file {toml_path}: not valid TOML: {error}") from None
     values |= {key: value for key, value in (overrides or {}).items() if value is not None}
     if "ram" in values:
@@ -243,7 +247,7 @@ def freeze(config: GroupConfig, path: Path) -> None:
 def load_frozen(path: str | Path) -> GroupConfig:
     """The configuration of a running group. Raises ConfigError."""
     try:
-        return msgspec.json.decode(Path(path).read_bytes(), type=GroupConfig)
+        return msgspec.json.decode(read_file(path, _FROZEN_LIMIT_BYTES), type=GroupConfig)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; is the group still running?") from None
     except msgspec.MsgspecError as error:

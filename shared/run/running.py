@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.files import read_file
 from shared.machine.processes import process_start
 from shared.run.config import FROZEN_NAME, GroupConfig, is_locked, load_frozen
 
@@ -16,8 +17,8 @@ PROCESSES_NAME = "processes.json"
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object, or an empty one when there is none (yet)."""
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
+        value = json.loads(read_file(path, 1 << 20))
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -1,0 +1,135 @@
+"""What somebody gave as MODEL when it is no container, and which command is the right one for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+from shared.container.format import INDEX_NAME
+from shared.errors import ColibriError
+from shared.model.spec import ModelSpec
+
+UNFINISHED_DIR = ".unfinished"
+"""In a directory that ``colibri convert`` is writing, or was when it was interrupted."""
+_HUB_NAME = re.compile(
+    r"(?:(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/+)?([A-Za-z0-9][\w.-]*/[\w.-]*\w)/?(?::\S*)?"
+)
+_GGUF = b"GGUF"
+_CONVERT = "colibri convert HF_DIR OUT"
+
+
+def why_no_container(given: Path | str) -> str:
+    """One sentence about a MODEL argument that has no ``colibri.json``: what it is, and which command to use."""
+    path = Path(given)
+    if not os.path.isdir(path):
+        return _about_no_directory(
+            given, path, "a container, which `colibri convert HF_DIR OUT` makes from a checkpoint"
+        )
+    if (path / UNFINISHED_DIR).is_dir():
+        return (
+            f"{path} is unfinished: the conversion was interrupted. Run the same `colibri convert` command again, it goes on "
+            "from there."
+        )
+    return why_no_checkpoint(path) or _about_checkpoint(path)
+
+
+def why_no_checkpoint(given: Path | str) -> str | None:
+    """One sentence about what can't be converted, None for a directory that has a config.json and weights."""
+    path = Path(given)
+    if not os.path.isdir(path):
+        return _about_no_directory(given, path, "a downloaded checkpoint, the one with its config.json")
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        return f"{path} can't be read: {error.strerror}."
+    weights = shard_names(names)
+    if not weights and (gguf := [name for name in names if name.lower().endswith(".gguf")]):
+        return f"{path} holds GGUF files ({gguf[0]}), the format of llama.cpp. {_INSTEAD_OF_GGUF}"
+    if not weights and (torch := [name for name in names if name.endswith((".bin", ".pt", ".pth")) and name[0] != "."]):
+        return (
+            f"{path} holds PyTorch files ({torch[0]}) and no *.safetensors. Use the model's safetensors repository, or save it "
+            f"again with transformers' save_pretrained, then: {_CONVERT}"
+        )
+    if "snapshots" in names and "refs" in names:
+        found = sorted(entry.name for entry in os.scandir(path / "snapshots") if entry.is_dir())
+        inside = path / "snapshots" / (found[-1] if found else "REVISION")
+        return f"{path} belongs to the Hugging Face cache, the checkpoint is inside. Run: colibri convert {_quoted(inside)} OUT"
+    if "adapter_config.json" in names:
+        return (
+            f"{path} is an adapter (LoRA), not a model. Merge it into its base model (peft's merge_and_unload), save that, "
+            f"then: {_CONVERT}"
+        )
+    if "config.json" not in names and weights:
+        return (
+            f"{path} holds {weights[0]} but no config.json, so nobody can tell which model it is. Download the whole "
+            f"repository, then: {_CONVERT}"
+        )
+    if "config.json" not in names:
+        return (
+            f"{path} holds no {INDEX_NAME}: it is not a container, nor does it have a config.json. Give the directory that "
+            "`colibri convert` wrote."
+        )
+    if not weights and "model.safetensors.index.json" not in names:
+        return f"{path} has a config.json and no *.safetensors file. Download the whole repository, then: {_CONVERT}"
+    return None
+
+
+def shard_names(names: list[str]) -> list[str]:
+    """Those of a directory's names that are weights. Hidden ones are other programs' (``._model.safetensors`` of macOS)."""
+    return sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("."))
+
+
+def _about_checkpoint(path: Path) -> str:
+    what = f"{path} is a checkpoint, not a container (it has no {INDEX_NAME})"
+    try:
+        ModelSpec.load(path)  # nobody shall convert for hours to learn that the family is unknown
+    except ColibriError as error:
+        return f"{what}, and it can't be converted: {error}"
+    return f"{what}. Run: colibri convert {_quoted(path)} OUT"
+
+
+def _about_no_directory(given: Path | str, path: Path, wanted: str) -> str:
+    text = str(given)
+    if os.path.isfile(path):
+        return _about_file(path, wanted)
+    if text.lower().endswith(".gguf"):
+        return f"{text} is not a directory, nor a file that is there. {_INSTEAD_OF_GGUF}"
+    match = _HUB_NAME.fullmatch(text)
+    if match and not os.path.lexists(path) and not os.path.isdir(path.parent):
+        name = match[1]
+        return (
+            f"{text} is not a directory. If it is a model on the Hugging Face hub, download it: hf download {name} --local-dir "
+            "HF_DIR, then run: colibri convert HF_DIR OUT, and give OUT as MODEL."
+        )
+    if os.path.lexists(path):
+        return f"{text} is not a directory. Give the directory of {wanted}."
+    return f"{text} is not a directory: it does not exist. Give the directory of {wanted}."
+
+
+def _about_file(path: Path, wanted: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(4)
+    except OSError as error:
+        return f"{path} is not a directory, and can't be read: {error.strerror}."
+    if begin == _GGUF or path.suffix.lower() == ".gguf":
+        return f"{path} is a GGUF file, the format of llama.cpp. {_INSTEAD_OF_GGUF}"
+    if (path.parent / INDEX_NAME).exists():
+        return f"{path} is not a directory, but lies in a container. Give the directory: {path.parent}"
+    if path.suffix == ".safetensors":
+        return (
+            f"{path} is not a directory, but a file of a checkpoint. Run: colibri convert {_quoted(path.parent)} OUT, and give "
+            "OUT as MODEL."
+        )
+    return f"{path} is not a directory, but a file. Give the directory of {wanted}."
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
+_INSTEAD_OF_GGUF = (
+    f"Containers are made from safetensors: download the model's original repository, then run: {_CONVERT}"
+)
