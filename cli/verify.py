@@ -21,8 +21,8 @@ def command(directory: Path, mirrors: tuple[str, ...]) -> None:
     container = Container.open(directory, mirrors)
     total = sum(entry.bytes + entry.scale_bytes for entry in container.dense.values())
     total += sum(file.record_bytes * file.n_experts for file in container.experts.values())
-    complaints = []
-    n_parts = 0
+    complaints = [complaint] if (complaint := container.fingerprint_complaint()) else []
+    n_parts = 1
     start = time.monotonic()
     with click.progressbar(length=total, label="verifying") as bar:
         for _, n_bytes, complaint in container.verify():

@@ -166,6 +166,17 @@ def test_verify(converted: Converted, tmp_path: Path) -> None:
     assert "1 of " in text
 
 
+def test_verify_compares_the_fingerprint(converted: Converted, tmp_path: Path) -> None:
+    """It stands for the checksums: usage history, mirrors and kept memory are found by it alone."""
+    out = tmp_path / "model"
+    shutil.copytree(converted("deepseek_v32", "int8"), out)
+    fingerprint = Container.open(out).fingerprint
+    index = out / "colibri.json"
+    index.write_text(index.read_text().replace(fingerprint, fingerprint[::-1]))
+    text = fails(70, "verify", out)
+    assert f"has fingerprint {fingerprint[::-1]!r}, its checksums give {fingerprint!r}" in text
+
+
 def test_synth(tmp_path: Path) -> None:
     run = colibri("synth", tmp_path / "m", "--layers", 3, "--mtp", "--precision", "int8", "--seed", 4)
     assert run.returncode == 0, run.stderr
