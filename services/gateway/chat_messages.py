@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import msgspec
 from msgspec import Struct
 
 from services.gateway.errors import invalid, short
-from services.gateway.json_body import convert
+from services.gateway.json_body import convert, decode_text
 
 MAX_MESSAGES: Final = 1_000_000
 
@@ -112,10 +111,7 @@ def _call(call: ToolCall, at: str) -> dict[str, Any]:
     if arguments is None or arguments == "":
         arguments = {}
     if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, RecursionError):
-            arguments = None
+        arguments = decode_text(arguments, f"{at}.function.arguments")
     if not isinstance(arguments, dict):
         raise invalid(f"{at}.function.arguments", f"{at}.function.arguments must be a JSON object")
     out: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,46 +1,180 @@
-"""From the bytes of a body to values: JSON that is not too deep, and values of the types that were asked for. Pure.
+"""From the bytes of a body to values: JSON that everybody reads the same way, and values of the types asked for. Pure.
 
-Runs in the gateway.
+What readers of JSON disagree on is refused with its place: a key that comes twice, numbers that no double and no 64-bit
+integer can hold, half surrogates, NaN. Runs in the gateway.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
 
-from services.gateway.errors import invalid
+from services.gateway.errors import ApiError, invalid, short
 
 MAX_DEPTH: Final = 64
+MAX_DIGITS: Final = 300
+BEYOND_INTEGERS: Final = "does not fit into 64 bits"
+CLAMPED: Final = ("max_tokens", "max_completion_tokens")
+"""Where an integer may be as large as it likes."""
 
-_TOKENS_OF_DEPTH = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{\]}]', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[{]}")
+_LONG_INTEGER = re.compile(rb"\d{19}")
+_HALF_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+# A JSON text begins with two ASCII characters, so where its first bytes are zero tells the encoding.
+_ENCODINGS: Final = (
+    (re.compile(rb"\xef\xbb\xbf"), "begins with a byte order mark; send UTF-8 without one"),
+    (
+        re.compile(rb"\xff\xfe\x00\x00|\x00\x00\xfe\xff|[^\x00]\x00\x00\x00|\x00\x00\x00[^\x00]"),
+        "is UTF-32; send UTF-8",
+    ),
+    (re.compile(rb"\xff\xfe|\xfe\xff|[^\x00]\x00|\x00[^\x00]"), "is UTF-16; send UTF-8"),
+)
+
+
+class _Unusable:
+    """Stands for a number that can be spelt and not be held, until its place is known. ``words``: what is wrong with it."""
+
+    def __init__(self, spelling: str, words: str) -> None:
+        shown = spelling if len(spelling) <= 40 else spelling[:37] + "..."
+        self.words = f"{shown} {words}"
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
-    """JSON object in ``body``; nesting beyond MAX_DEPTH is refused before any recursive decoder sees it."""
-    depth = 0
+    """The JSON object in ``body``. Raises ApiError (400) with the place of what is wrong."""
+    for pattern, words in _ENCODINGS:
+        if pattern.match(body):
+            raise invalid(None, f"the body {words}", "invalid_json")
+    if not body.strip():
+        raise invalid(None, "the body is empty; send a JSON object", "invalid_json")
+    _check_depth(body)
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        raise invalid(None, f"the body is not UTF-8: {error.reason} at byte {error.start}", "invalid_json") from None
+    value = _decode(text, "the body", has_long=bool(_LONG_INTEGER.search(body)))
+    if not isinstance(value, dict):
+        raise invalid(None, "the body must be a JSON object", "invalid_json")
+    if _HALF_SURROGATE.search(body):
+        _check_surrogates(value)
+    return value
+
+
+def decode_text(text: str, at: str) -> Any:
+    """JSON that came as a string, e.g. the arguments of a call; ``at`` is its place. Raises ApiError (400)."""
+    body = text.encode()
+    try:
+        _check_depth(body)
+        value = _decode(text, "the text", has_long=bool(_LONG_INTEGER.search(body)))
+        if _HALF_SURROGATE.search(body):
+            _check_surrogates(value)
+    except ApiError as error:
+        raise invalid(at, f"{at}: {error.message}", error.code or "invalid_json") from None
+    return value
+
+
+def _check_depth(body: bytes) -> None:
+    """Before any recursive decoder sees it."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return _decode(body)
-    for match in _TOKENS_OF_DEPTH.finditer(body):
-        first = body[match.start()]
-        if first in b"[{":
+        return
+    depth = 0
+    for bracket in _STRING.sub(b"", body).translate(None, _NO_BRACKETS):
+        if bracket in b"[{":
             depth += 1
             if depth > MAX_DEPTH:
                 raise invalid(None, f"the JSON body nests deeper than {MAX_DEPTH} levels", "invalid_json")
-        elif first in b"]}":
+        else:
             depth -= 1
-    return _decode(body)
 
 
-def _decode(body: bytes) -> dict[str, Any]:
+def _decode(text: str, what: str, *, has_long: bool) -> Any:
+    is_suspect = False
+
+    def give_up(spelling: str, words: str = "is not JSON; send a finite number") -> _Unusable:
+        nonlocal is_suspect
+        is_suspect = True
+        return _Unusable(spelling, words)
+
+    def number(spelling: str) -> float | _Unusable:
+        value = float(spelling)
+        return value if math.isfinite(value) else give_up(spelling, "is beyond the range of numbers")
+
+    def integer(spelling: str) -> int | _Unusable:
+        nonlocal is_suspect
+        if len(spelling) > MAX_DIGITS:
+            return give_up(spelling, BEYOND_INTEGERS)
+        value = int(spelling)
+        is_suspect = is_suspect or not _fits(value)
+        return value
+
     try:
-        raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(None, f"the body is not valid JSON: {error}", "invalid_json") from None
-    if not isinstance(raw, dict):
-        raise invalid(None, "the body must be a JSON object", "invalid_json")
-    return raw
+        value = json.loads(
+            text,
+            parse_float=number,
+            parse_int=integer if has_long else None,
+            parse_constant=give_up,
+            object_pairs_hook=_object,
+        )
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise invalid(None, f"{what} is not valid JSON: {error.msg} ({place})", "invalid_json") from None
+    if is_suspect:
+        for place, item in _walk(value):
+            if isinstance(item, int) and not _fits(item) and place not in CLAMPED:
+                item = _Unusable(str(item), BEYOND_INTEGERS)
+            if isinstance(item, _Unusable):
+                raise invalid(place or None, f"{place}: {item.words}" if place else item.words)
+    return value
+
+
+def _fits(value: int) -> bool:
+    return -(1 << 63) <= value < 1 << 64
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise invalid(_printable(twice), f"{short(twice)} is twice in the same object; send it once", "invalid_json")
+    return made
+
+
+def _check_surrogates(value: Any) -> None:
+    for place, item in _walk(value):
+        if isinstance(item, str) and not _is_text(item):
+            raise invalid(place, f"{place} has half of a surrogate pair, which is no character", "invalid_value")
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _printable(key: str) -> str:
+    return short(key)[1:-1] if _is_text(key) else ascii(key)[1:-1][:60]
+
+
+def _walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value and every key below ``value`` with its place, in order. Bounded by MAX_DEPTH."""
+    yield place, value
+    if isinstance(value, dict):
+        for key, item in value.items():
+            below = f"{place}.{_printable(key)}" if place else _printable(key)
+            yield below, key
+            yield from _walk(item, below)
+    elif isinstance(value, list):
+        for idx, item in enumerate(value):
+            yield from _walk(item, f"{place}[{idx}]")
 
 
 def convert(raw: Any, kind: type[Any], prefix: str = "") -> Any:

@@ -320,6 +320,68 @@ def test_depth_counts_brackets_outside_strings_only() -> None:
     assert "deeper" in refused(chat, metadata=deep).message
 
 
+@pytest.mark.parametrize(
+    ("field", "param", "words"),
+    [
+        ('"temperature": 1e309', "temperature", "1e309 is beyond"),
+        ('"top_p": -1e309', "top_p", "-1e309 is beyond"),
+        ('"seed": 1e400', "seed", "1e400 is beyond"),
+        ('"seed": 99999999999999999999', "seed", "does not fit into 64 bits"),
+        ('"metadata": [0, {"a": 1' + "0" * 5000 + "}]", "metadata[1].a", "does not fit into 64 bits"),
+        ('"top_p": 1' + "0" * 400 + ".0", "top_p", "is beyond"),
+        ('"temperature": NaN', "temperature", "NaN is not JSON"),
+        ('"chat_template_kwargs": {"x": [-Infinity]}', "chat_template_kwargs.x[0]", "-Infinity is not JSON"),
+        ('"logit_bias": {"7": Infinity}', "logit_bias.7", "Infinity is not JSON"),
+        ('"stop": ["a", "\\udc00"]', "stop[1]", "half of a surrogate pair"),
+        ('"chat_template_kwargs": {"\\ud83d": 1}', "chat_template_kwargs.\\ud83d", "half of a surrogate pair"),
+        ('"temperature": 1, "temperature": 0', "temperature", "twice"),
+        ('"metadata": [{"a": 1, "b": 2, "a": 1}]', "a", "twice"),
+    ],
+)
+def test_what_readers_of_json_disagree_on_is_refused_by_name(field: str, param: str, words: str) -> None:
+    for parse, rest in (
+        (parse_chat, '"messages": [{"role": "user", "content": "x"}]'),
+        (parse_completion, '"prompt": "x"'),
+    ):
+        with pytest.raises(ApiError, match=words) as caught:
+            parse(f"{{{rest}, {field}}}".encode(), "id")
+        assert (caught.value.status, caught.value.param) == (400, param)
+        json.loads(caught.value.body())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ['{"a": 1e309}', '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": "\\ud800"}', "[" * 100_000, '{"a": 1', "[]", "7"],
+)
+def test_arguments_of_calls_are_json_objects_too(arguments: str) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    error = refused(chat, messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}])
+    assert error.param == "messages[1].tool_calls[0].function.arguments"
+
+
+def test_a_whole_surrogate_pair_is_a_character() -> None:
+    assert chat(stop="\U0001f642").submit.stop == ("\U0001f642",)
+    body = b'{"prompt": "x", "stop": "\\ud83d\\ude42"}'
+    assert parse_completion(body, "id").submit.stop == ("\U0001f642",)
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+)
+def test_other_encodings_are_named(encoding: str) -> None:
+    body = json.dumps({"messages": HELLO}).encode(encoding)
+    words = "byte order mark" if encoding == "utf-8-sig" else encoding[:6].upper()
+    with pytest.raises(ApiError, match=words) as caught:
+        parse_chat(body, "id")
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_an_empty_body_is_named() -> None:
+    for body in (b"", b" \n"):
+        with pytest.raises(ApiError, match="the body is empty"):
+            parse_chat(body, "id")
+
+
 def test_nul_and_long_lines_are_text() -> None:
     text = "\x00" + "x" * 1_000_000
     assert render([{"role": "user", "content": text}])[0]["content"] == text
