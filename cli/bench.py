@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import click
 from native.library import ISAS, NativeError
 from shared.errors import EXIT_FAULT, EXIT_OK, ConfigError
 from shared.run.config import parse_bytes
+from shared.run.terminal import complain, say, say_json
 
 if TYPE_CHECKING:
     from bench.cold import Setup
@@ -40,7 +40,10 @@ def kernels(as_document: bool, isa: str | None, n_threads: int, quick: bool, siz
         report = run_kernels(isa, n_threads, quick, size, _progress)
     except NativeError as error:
         raise ConfigError(str(error)) from None
-    click.echo(json.dumps(as_json(report), indent=1) if as_document else as_text(report))
+    if as_document:
+        say_json(as_json(report), indent=1)
+    else:
+        say(as_text(report))
 
 
 MODEL = click.argument("model", type=click.Path(path_type=Path))
@@ -62,7 +65,10 @@ def store(model: Path, as_document: bool, quick: bool) -> None:
     from bench.store import as_json, as_text, run_store
 
     report = run_store(model, quick, _progress)
-    click.echo(json.dumps(as_json(report), indent=1) if as_document else as_text(report))
+    if as_document:
+        say_json(as_json(report), indent=1)
+    else:
+        say(as_text(report))
 
 
 @command.command("decode")
@@ -84,7 +90,10 @@ def decode(
 
     pilots = ("on", "off") if pilot == "both" else (pilot,)
     report = run_decode(_setup(model, ram, slots, limit), pilots, tokens, rounds, _progress)
-    click.echo(json.dumps(as_json(report), indent=1) if as_document else as_text(report))
+    if as_document:
+        say_json(as_json(report), indent=1)
+    else:
+        say(as_text(report))
 
 
 @command.command("prefill")
@@ -102,7 +111,10 @@ def prefill(
     from bench.prefill import as_json, as_text, run_prefill
 
     report = run_prefill(_setup(model, ram, slots, limit), prompt, rounds, _progress)
-    click.echo(json.dumps(as_json(report), indent=1) if as_document else as_text(report))
+    if as_document:
+        say_json(as_json(report), indent=1)
+    else:
+        say(as_text(report))
     return EXIT_OK if report.is_read_once else EXIT_FAULT
 
 
@@ -115,4 +127,4 @@ def _setup(model: Path, ram: str | None, slots: int | None, limit: str | None) -
 
 
 def _progress(text: str) -> None:
-    click.echo(text, err=True)
+    complain(text)

@@ -1,6 +1,7 @@
 """``colibri chat``: a conversation in the terminal; attaches to the running group or starts one.
 
-Works with a terminal and with pipes (one line = one turn). Ctrl-C stops the answer, not the program.
+Works with a terminal and with pipes (one line = one turn). Commands like /reset are for a person at a terminal: from a pipe
+a line is text, whatever it begins with. Ctrl-C stops the answer, not the program.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from typing import Any
 
 import click
 
-from cli.client import can_show, clean_text, make_streams_safe, open_session, write_text
+from cli.client import open_session
+from cli.prompt import SEED, TEMPERATURE, TOP_P, clean_text
 from shared.run.client import Answer, Client, ServerError
+from shared.run.terminal import can_show, complain, is_terminal, say, shown_line, write
 
 HELP = """/help            this list
 /reset           forget the conversation
@@ -49,9 +52,9 @@ class Conversation:
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), metavar="N", help="Stop each answer after N tokens at the latest."
 )
-@click.option("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default 1.")
-@click.option("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens that make up P.")
-@click.option("--seed", type=int, metavar="N", help="Same seed, same text.")
+@click.option("--temperature", type=TEMPERATURE, metavar="T", help="0 takes the likeliest token; default 1.")
+@click.option("--top-p", type=TOP_P, metavar="P", help="Sample among the likeliest tokens that make up P.")
+@click.option("--seed", type=SEED, metavar="N", help="Same seed, same text.")
 @click.option("--model", metavar="DIR", help="Model to start when no group is running; default the embedded one.")
 @click.option("--url", metavar="URL", help="Use the server at this address.")
 @click.option("--run-dir", metavar="DIR", help="Use the group of this run directory.")
@@ -60,17 +63,19 @@ def command(
     model: str | None, url: str | None, run_dir: str | None,
 ) -> int:  # fmt: skip
     """Talk to the model."""
-    make_streams_safe()
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
     conversation = Conversation(options)
     conversation.reset(clean_text(system) if system else None)
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if sys.stdin is None:
+        raise click.UsageError("chat reads what you say from standard input, which is closed")
+    is_person = is_terminal(sys.stdin)
+    has_marks = is_person and is_terminal(sys.stdout)
     with open_session(url, run_dir, model) as session:
-        if is_terminal:
+        if has_marks:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (line editing and history for input())
-            click.echo(f"Talking to {_model_name(session.client)}. /help lists commands, Ctrl-D leaves.")
-        return _loop(session.client, conversation, is_terminal)
+            say(f"Talking to {shown_line(_model_name(session.client))}. /help lists commands, Ctrl-D leaves.")
+        return _loop(session.client, conversation, is_person, has_marks)
 
 
 def _model_name(client: Client) -> str:
@@ -79,25 +84,28 @@ def _model_name(client: Client) -> str:
     return str(models[0].get("id")) if models else client.url
 
 
-def _loop(client: Client, conversation: Conversation, is_terminal: bool) -> int:
-    """Reads turns until the end of input. Returns 1 when a piped conversation had an answer that failed."""
-    mark = "› " if can_show("› ") else "> "
+def _loop(client: Client, conversation: Conversation, is_person: bool, has_marks: bool) -> int:
+    """Reads turns until the end of input. Returns 1 when a piped conversation had an answer that failed.
+
+    ``is_person``: the input is a terminal's; ``has_marks``: and so is the output.
+    """
+    mark = ("› " if can_show("› ") else "> ") if has_marks else ""
     n_failed = 0
     while True:
         try:
-            line = _read_turn(mark if is_terminal else "")
+            line = _read_turn(mark)
         except EOFError:
-            if is_terminal:
-                click.echo()
-            return 1 if n_failed and not is_terminal else 0
+            if has_marks:
+                say()
+            return 1 if n_failed and not is_person else 0
         except KeyboardInterrupt:
-            if not is_terminal:
+            if not is_person:
                 raise
-            click.echo("\n(Ctrl-D or /quit leaves)")
+            say("\n(Ctrl-D or /quit leaves)")
             continue
         if not line.strip():
             continue
-        if line.startswith("/"):
+        if is_person and line.startswith("/"):
             if _obey(line, conversation):
                 return 0
             continue
@@ -131,18 +139,18 @@ def _answer(client: Client, conversation: Conversation, text: str) -> bool:
         stream = client.stream("/v1/chat/completions", conversation.body(), answer)
         try:
             for piece in stream:
-                write_text(piece)
+                write(piece)
         except KeyboardInterrupt:
             is_stopped = True
         finally:
             stream.close()  # closes the connection: the server stops working for us
     except ServerError as error:
         if answer.text:
-            write_text("\n")
-        click.echo(f"error: {error}", err=True)
+            write("\n")
+        complain(f"error: {error}")
         conversation.messages.pop()
         return False
-    write_text(" [stopped]\n" if is_stopped else "\n")
+    write(" [stopped]\n" if is_stopped else "\n")
     conversation.last = answer
     if answer.text:
         conversation.messages.append({"role": "assistant", "content": answer.text})
@@ -158,23 +166,22 @@ def _obey(line: str, conversation: Conversation) -> bool:
     if name in ("quit", "exit", "q"):
         return True
     if name in ("help", "?"):
-        click.echo(HELP)
+        say(HELP)
     elif name == "reset":
         conversation.reset(conversation.system)
-        click.echo("(forgotten)")
+        say("(forgotten)")
     elif name == "system":
         conversation.reset(value or None)
-        click.echo("(forgotten; instruction set)" if value else "(forgotten; no instruction)")
+        say("(forgotten; instruction set)" if value else "(forgotten; no instruction)")
     elif name in ("seed", "temp"):
-        key, kind = ("seed", int) if name == "seed" else ("temperature", float)
+        kinds: dict[str, tuple[str, Any]] = {"seed": ("seed", SEED), "temp": ("temperature", TEMPERATURE)}
+        key, kind = kinds[name]
         try:
-            conversation.options[key] = kind(value) if value else None
-        except ValueError:
-            click.echo(f"{value!r} is no number", err=True)
+            conversation.options[key] = kind.convert(value, None, None) if value else None
+        except click.BadParameter as error:
+            complain(f"/{name}: {error.message} Nothing was changed.")
     elif name == "stats":
-        click.echo(conversation.last.summary() if conversation.last else "nothing was answered yet")
+        say(conversation.last.summary() if conversation.last else "nothing was answered yet")
     else:
-        click.echo(
-            f"there is no /{name}; /help lists commands. (To send such a line, put a blank before it.)", err=True
-        )
+        complain(f"there is no /{name}; /help lists commands. (To send such a line, put a blank before it.)")
     return False

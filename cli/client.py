@@ -1,7 +1,6 @@
-"""Sessions of the command line: the group that runs, or one of our own; and terminals.
+"""Sessions of the command line: the group that runs, or one of our own.
 
-Used by ``colibri run``, ``chat`` and ``profile``. Imports no service and no numpy. Text goes to the terminal as UTF-8
-wherever the terminal does not clearly say otherwise, and never raises an encoding error.
+Used by ``colibri run``, ``chat`` and ``profile``. Imports no service and no numpy.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO
 
 from shared.errors import ColibriError, ConfigError
 from shared.run.child import child_environment, python_command
 from shared.run.client import Client, ask_status, find_group
 from shared.run.config import GroupConfig, is_locked
+from shared.run.terminal import complain
 from shared.wire.endpoints import default_run_dir
 
 START_WAIT_S = 600.0
@@ -94,7 +94,7 @@ def _await_group(directory: Path) -> tuple[GroupConfig, str] | None:
         if not is_locked(directory) or time.monotonic() > deadline:
             return found
         if not is_told:
-            sys.stderr.write(f"waiting for the group that is starting in {directory} ...\n")
+            complain(f"waiting for the group that is starting in {directory} ...")
             is_told = True
         time.sleep(0.2)
 
@@ -151,8 +151,7 @@ def _relay(source: IO[bytes] | None, ready: threading.Event) -> None:
     for line in source:
         if not ready.is_set():
             with contextlib.suppress(OSError):
-                sys.stderr.write(line.decode("utf-8", "replace"))
-                sys.stderr.flush()
+                complain(line.decode("utf-8", "replace").removesuffix("\n"))
             if line.startswith(b"ready "):
                 ready.set()
 
@@ -176,45 +175,3 @@ class _StartFailed(ColibriError):
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-
-
-# ---- terminals ----------------------------------------------------------------------------------------------------------
-
-
-def make_streams_safe() -> None:
-    """Standard streams never raise an encoding error; a file, a pipe or a C locale gets UTF-8."""
-    for stream in (sys.stdout, sys.stderr, sys.stdin):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is None:
-            continue
-        name = (stream.encoding or "ascii").lower().replace("_", "-")
-        is_plain = name in ("ascii", "us-ascii", "ansi-x3.4-1968", "646") or not _is_terminal(stream)
-        reconfigure(encoding="utf-8" if is_plain else None, errors="replace")
-
-
-def clean_text(text: str) -> str:
-    """Text from the command line without the placeholders Python uses for bytes that are not UTF-8."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-
-def can_show(text: str, stream: TextIO | None = None) -> bool:
-    """Whether a decoration can be shown as it is."""
-    target = stream or sys.stdout
-    try:
-        text.encode(target.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    try:
-        return stream.isatty()
-    except ValueError:
-        return False
-
-
-def write_text(text: str) -> None:
-    """To standard output, at once."""
-    sys.stdout.write(text.encode("utf-8", "replace").decode("utf-8"))
-    sys.stdout.flush()

@@ -9,6 +9,7 @@ import click
 from conversion.convert import VERSION, Conversion
 from shared.container.format import INDEX_NAME, PRECISIONS
 from shared.container.reader import Container
+from shared.run.terminal import say
 
 
 @click.command("convert")
@@ -28,17 +29,15 @@ def command(source: Path, out: Path, precision: str, threads: int) -> None:
     Interrupted at any moment, the same command goes on where it stopped. A finished container is never overwritten.
     """
     conversion = Conversion(source, precision)
-    click.echo(conversion.describe())
+    say(conversion.describe())
     if (out / INDEX_NAME).exists() and conversion.is_finished(out):
-        click.echo(f"{out} already is a container of this config.json in {precision}; nothing to do.")
-        click.echo("If the weights have changed since, convert them to another directory.")
+        say(f"{out} already is a container of this config.json in {precision}; nothing to do.")
+        say("If the weights have changed since, convert them to another directory.")
         made_by = Container.open(out).converter.version
         if made_by != VERSION:
-            click.echo(
-                f"Converter {made_by} made it, this is {VERSION}: another directory would get other, better roundings."
-            )
+            say(f"Converter {made_by} made it, this is {VERSION}: another directory would get other, better roundings.")
         return
     total = conversion.plan.dense_bytes + conversion.plan.expert_bytes
     with click.progressbar(length=total, label="converting", show_pos=False, show_eta=True) as bar:
         index = conversion.run(out, bar.update, threads)
-    click.echo(f"wrote {out} (fingerprint {index.fingerprint})")
+    say(f"wrote {out} (fingerprint {index.fingerprint})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import click
 import msgspec
 
 from shared.container.reader import Container
+from shared.run.terminal import say, say_json
 
 
 @click.command("inspect")
@@ -21,7 +21,7 @@ def command(directory: Path, mirrors: tuple[str, ...], as_json: bool) -> None:
     container = Container.open(directory, mirrors)
     facts = describe(container)
     if as_json:
-        click.echo(json.dumps(facts, indent=1))
+        say_json(facts, indent=1)
         return
     spec = container.spec
     rows = [
@@ -44,7 +44,7 @@ def command(directory: Path, mirrors: tuple[str, ...], as_json: bool) -> None:
         ("converter", f"{container.converter.version} {container.converter.arguments}"),
     ]
     for name, value in rows:
-        click.echo(f"{name:20} {value}")
+        say(f"{name:20} {value}")
 
 
 def describe(container: Container) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import NoReturn
 
 import click
 
 from native.errors import LibraryError, NativeError
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError
+from shared.run.terminal import complain, make_streams_safe
 
 COMMANDS = {
     "chat": ("cli.chat:command", "Talk to the model in the terminal."),
@@ -59,17 +61,17 @@ def cli() -> None:
     """Colibri runs mixture-of-experts models that are larger than memory. Start the group itself with colibri-up."""
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> NoReturn:
     """Entry point. Errors of ours are one sentence on stderr and an exit code: 2 usage, 78 configuration, 70 fault."""
+    make_streams_safe()
     try:
-        status = cli.main(standalone_mode=False)
+        status = cli.main(argv, standalone_mode=False)
     except ColibriError as error:
         _fail(str(error), error.exit_code)
     except NativeError as error:
         _fail(str(error), EXIT_CONFIG if isinstance(error, LibraryError) else EXIT_FAULT)
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        _fail_usage(error)
     except (click.Abort, KeyboardInterrupt):
         _fail("stopped", 130)
     except BrokenPipeError:
@@ -78,8 +80,20 @@ def main() -> None:
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _fail(message: str, code: int) -> None:
-    click.echo(f"colibri: {message}", err=True)
+def _fail_usage(error: click.ClickException) -> NoReturn:
+    """click's own words, on our way out: they repeat what was given, and that may be the name of a file."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        complain(error.format_message())
+        sys.exit(error.exit_code)
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    if context is not None:
+        complain(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n")
+    complain(f"Error: {error.format_message()}")
+    sys.exit(error.exit_code)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    complain(f"colibri: {message}")
     sys.exit(code)
 
 

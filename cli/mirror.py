@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from cli.prompt import ABOVE_ZERO
 from shared.container.mirror import drive_of, total_rate
 from shared.container.reader import Container
 from shared.run.config import parse_bytes
+from shared.run.terminal import complain, say
 
 if TYPE_CHECKING:
     from conversion.staging import StagePlan
@@ -47,8 +49,8 @@ def _common(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @command.command("plan")
 @_common
-@click.option("--disk", type=click.FloatRange(min=0, min_open=True), help="Rate of the model's drive, GB/s.")
-@click.option("--mirror-disk", type=click.FloatRange(min=0, min_open=True), help="Rate of DIR's drive, GB/s.")
+@click.option("--disk", type=ABOVE_ZERO, help="Rate of the model's drive, GB/s.")
+@click.option("--mirror-disk", type=ABOVE_ZERO, help="Rate of DIR's drive, GB/s.")
 def plan_command(
     model: Path, directory: Path, size: str | None, others: tuple[Path, ...], disk: float | None,
     mirror_disk: float | None,
@@ -61,16 +63,16 @@ def plan_command(
     share = _share_of_reads(container, plan, expected)
     rates = disk or _kept_rate(model, container), mirror_disk or _kept_rate(directory, container)
     if drive_of(model) == drive_of(_existing(directory)):
-        click.echo(f"note: {directory} lies on the same drive as {model}; a second copy there brings no speed.")
+        say(f"note: {directory} lies on the same drive as {model}; a second copy there brings no speed.")
         return
     if not all(rates):
         unknown = [str(path) for path, rate in zip((model, directory), rates, strict=True) if not rate]
-        click.echo(
+        say(
             f"The rate of {' and '.join(unknown)} is not known: give --disk and --mirror-disk (GB/s) to see what both give."
         )
         return
     both = total_rate(rates, {frozenset((0, 1)): share, frozenset((0,)): 1 - share})
-    click.echo(
+    say(
         f"expected rate: {both:.2f} GB/s, of {rates[0]:.2f} and {rates[1]:.2f}; {share:.1%} of the reads find a copy in "
         f"{directory}, the others must come from {model}"
     )
@@ -87,13 +89,13 @@ def stage_command(model: Path, directory: Path, size: str | None, others: tuple[
     plan = _plan(container, directory, size, expected)
     _describe(container, plan, size, expected)
     if not plan.n_bytes:
-        click.echo(f"{directory} holds them already; nothing to do.")
+        say(f"{directory} holds them already; nothing to do.")
         return
     start = time.monotonic()
     with click.progressbar(length=plan.n_bytes, label="copying") as bar:
         n_copied = stage(container, plan, bar.update)
     seconds = max(time.monotonic() - start, 1e-9)
-    click.echo(f"{n_copied:,} experts copied in {seconds:.1f} s. Use them: colibri-up {model} --mirror {directory}")
+    say(f"{n_copied:,} experts copied in {seconds:.1f} s. Use them: colibri-up {model} --mirror {directory}")
 
 
 @command.command("verify")
@@ -114,17 +116,16 @@ def verify_command(model: Path, directory: Path) -> None:
             if complaint is not None:
                 complaints.append(complaint)
     seconds = max(time.monotonic() - start, 1e-9)
-    click.echo(f"{n_records:,} experts, {total:,} bytes in {seconds:.1f} s: {total / seconds / 1e9:.2f} GB/s")
+    say(f"{n_records:,} experts, {total:,} bytes in {seconds:.1f} s: {total / seconds / 1e9:.2f} GB/s")
     if complaints:
         for complaint in complaints[:_SHOWN]:
-            click.echo(f"damaged: {complaint}", err=True)
-        click.echo(
+            complain(f"damaged: {complaint}")
+        complain(
             f"colibri: {len(complaints):,} of {n_records:,} experts in {directory} are damaged. Delete the files named and run "
-            f"`colibri mirror stage {model} {directory}` again.",
-            err=True,
+            f"`colibri mirror stage {model} {directory}` again."
         )
         sys.exit(1)
-    click.echo("all checksums agree")
+    say("all checksums agree")
 
 
 # ---- what they share ------------------------------------------------------------------------------------------------
@@ -145,10 +146,10 @@ def _describe(container: Container, plan: StagePlan, size: str | None, expected:
     how = "every expert"
     if size is not None:
         how = f"at most {size}, " + ("the most used first" if expected else "evenly (no usage history yet)")
-    click.echo(f"{container.path} -> {plan.directory}: {n_wanted:,} of {n_all:,} experts ({how}), {n_held:,} are there")
-    click.echo(f"to copy: {plan.n_bytes:,} bytes; room needed {plan.needed:,}, free {plan.free:,}")
+    say(f"{container.path} -> {plan.directory}: {n_wanted:,} of {n_all:,} experts ({how}), {n_held:,} are there")
+    say(f"to copy: {plan.n_bytes:,} bytes; room needed {plan.needed:,}, free {plan.free:,}")
     if plan.needed > plan.free:
-        click.echo(f"that is {plan.needed - plan.free:,} bytes more than are free")
+        say(f"that is {plan.needed - plan.free:,} bytes more than are free")
 
 
 def _expected_use(container: Container) -> Expected:
@@ -161,7 +162,7 @@ def _expected_use(container: Container) -> Expected:
         return {}
     history, why_empty = load_usage(path, container.fingerprint, layers, container.experts[layers[0]].n_experts)
     if why_empty:
-        click.echo(f"note: the usage history {path} is not used: {why_empty}", err=True)
+        complain(f"note: the usage history {path} is not used: {why_empty}")
     return history.expected()
 
 

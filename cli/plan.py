@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
+from cli.prompt import ABOVE_ZERO
 from native.library import default_threads
 from shared.container.format import INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.mirror import drives_words, number_drives
 from shared.container.reader import Container
+from shared.errors import ConfigError
 from shared.machine.drive import kept_folder
 from shared.machine.memory_probe import probe_memory
 from shared.memory.warm_sets import find_sets, known_dirs
@@ -22,6 +23,7 @@ from shared.planning.ledger import DEFAULT_CHUNK, make_ledger
 from shared.planning.rates import chunk_for, memory_rate
 from shared.planning.speed import Speed, predict_speed
 from shared.run.config import load_settings, parse_bytes
+from shared.run.terminal import complain, say
 
 
 @click.command("plan")
@@ -37,12 +39,10 @@ from shared.run.config import load_settings, parse_bytes
 @click.option("--mirror", "mirrors", multiple=True, metavar="DIR", help="Experts are also read from the copies in DIR.")
 @click.option(
     "--disk",
-    type=click.FloatRange(min=0, min_open=True),
+    type=ABOVE_ZERO,
     help="Rate of the drive, of several together, GB/s. Default: measured.",
 )
-@click.option(
-    "--memory", type=click.FloatRange(min=0, min_open=True), help="Memory bandwidth, GB/s. Default: measured."
-)
+@click.option("--memory", type=ABOVE_ZERO, help="Memory bandwidth, GB/s. Default: measured.")
 @click.option("--assume", help="Memory and shared memory to assume instead of what this machine has now.")
 def command(
     model: Path, mirrors: tuple[str, ...], ram: str | None, precision: str | None, disk: float | None,
@@ -59,40 +59,47 @@ def command(
     if assume is not None:
         available = shm = parse_bytes(assume, "assume")
         source = "assumed"
+        if chosen.ram_bytes > available:
+            raise ConfigError(
+                f"ram = {ram} is more than the {assume} to assume; give --ram alone to plan for that much."
+            )
     elif container and (warm := _kept_warm(container.fingerprint)):
         available += warm
         source += f", {warm:,} of it kept warm for this model"
+    if chosen.ram_bytes > available:
+        say(
+            f"note: {chosen.ram_bytes:,} bytes are assumed, in /dev/shm too; now {available:,} are available ({source}), and "
+            "colibri-up would refuse that much."
+        )
+        available, shm, source = chosen.ram_bytes, max(shm, chosen.ram_bytes), "assumed"
     n_threads = chosen.threads or default_threads()
     disk_bytes_s = disk * 1e9 if disk else _drive_rate(container)
     chunk = chunk_for(container, facts, disk_bytes_s, n_threads) if container else DEFAULT_CHUNK
     ledger = make_ledger(spec, facts, chosen, available, shm, chunk=chunk, source=source)
-    click.echo(ledger.table())
-    click.echo(f"\n{available:,} bytes available ({source}), {shm:,} in /dev/shm, {ledger.segment_bytes:,} of it used")
+    say(ledger.table())
+    say(f"\n{available:,} bytes available ({source}), {shm:,} in /dev/shm, {ledger.segment_bytes:,} of it used")
     resident = min(ledger.n_slots / ledger.n_experts, 1.0)
-    click.echo(
+    say(
         f"{ledger.n_slots:,} slots hold {resident:.1%} of {ledger.n_experts:,} experts; context {ledger.max_context:,}, "
         f"{ledger.max_sequences} sequences, chunk {ledger.prefill_chunk}, drafts {ledger.n_drafts}, {ledger.n_threads} threads"
     )
     if container and container.places[1:]:
         where = ", ".join(map(str, container.places[1:]))
         n_drives = len(set(number_drives(container.places)))
-        click.echo(f"experts also from {where}: {drives_words(n_drives, disk_bytes_s)}")
+        say(f"experts also from {where}: {drives_words(n_drives, disk_bytes_s)}")
     if not disk_bytes_s and resident < 1.0:
-        click.echo(
-            "The drive's rate is not known (too few experts to measure it with, or no container): give --disk, GB/s."
-        )
+        say("The drive's rate is not known (too few experts to measure it with, or no container): give --disk, GB/s.")
         return
     memory_bytes_s = memory * 1e9 if memory else memory_rate(n_threads)
     speed = predict_speed(spec, facts, ledger, disk_bytes_s or math.inf, memory_bytes_s)
-    click.echo("\n" + _speed_text(speed, disk_bytes_s, memory_bytes_s))
+    say("\n" + _speed_text(speed, disk_bytes_s, memory_bytes_s))
 
 
 def _drive_rate(container: Container | None) -> float:
     """Bytes per second as kept from an earlier start, or measured now; 0: can't be measured with this model."""
     if container is None:
         return 0.0
-    report = partial(click.echo, err=True)
-    return drives_of(container, kept_folder(), may_write=True, report=report).bytes_s
+    return drives_of(container, kept_folder(), may_write=True, report=complain).bytes_s
 
 
 def _kept_warm(fingerprint: str) -> int:

@@ -17,21 +17,23 @@ from typing import Any
 import click
 import numpy as np
 
-from cli.client import make_streams_safe, open_session, write_text
+from cli.client import open_session
 from cli.profile_report import Facts, Report, analyse, as_json, chrome_trace, format_report
 from cli.profile_storage import StoreFacts
-from cli.run import parse_ids, read_prompt, request_of
+from cli.prompt import SEED, TEMPERATURE, FiniteRange, parse_ids, read_prompt, request_of
 from shared.errors import ConfigError
 from shared.memory.segments import COUNTERS, TRACE, Segment
 from shared.model.spec import read_json
 from shared.run.client import Answer, Client, ask_status, find_group
 from shared.run.config import FROZEN_NAME, load_frozen
+from shared.run.terminal import complain, say, say_json
 from shared.step.counters import read_all
 from shared.step.stages import TraceRing
 from shared.wire.endpoints import EXPERT_IO
 
 POLL_S = 0.05
 SETTLE_S = 2.0
+MAX_WATCH_S = 86400.0
 STATES = frozenset({"slots", "resident"})
 """Counter cells that are states: shown as they are, not as differences."""
 
@@ -155,14 +157,14 @@ class Profiler:
 
 @click.command("profile")
 @click.argument("prompt", required=False)
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, metavar="S",
+@click.option("--seconds", type=FiniteRange(0.1, MAX_WATCH_S), default=10.0, show_default=True, metavar="S",
               help="Without a prompt: how long to watch what others ask.")  # fmt: skip
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat format.")
 @click.option("--ids", metavar="LIST", help="The prompt as token ids, e.g. 1,2,3 (for a model without tokenizer).")
 @click.option("--prompt-tokens", type=click.IntRange(min=1), metavar="N", help="A made-up prompt of N token ids.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, metavar="N")
-@click.option("--temperature", type=float, default=0.0, show_default=True, metavar="T")
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N")
+@click.option("--temperature", type=TEMPERATURE, default=0.0, show_default=True, metavar="T")
+@click.option("--seed", type=SEED, default=0, show_default=True, metavar="N")
 @click.option("--per-layer", is_flag=True, help="Also a table of layers.")
 @click.option("--trace", "trace_path", metavar="FILE", type=click.Path(dir_okay=False, writable=True),
               help="Write all rows for Perfetto or chrome://tracing.")  # fmt: skip
@@ -187,7 +189,6 @@ def command(
     run_dir: str | None,
 ) -> int:
     """Show where the time goes: of an answer to PROMPT, or of whatever the group does meanwhile."""
-    make_streams_safe()
     if sum(given is not None for given in (prompt, ids, prompt_tokens)) > 1:
         raise click.UsageError("give one of a prompt, --ids and --prompt-tokens")
     text: str | list[int] | None = None
@@ -219,15 +220,15 @@ def command(
     if trace_path is not None and rows is not None:
         Path(trace_path).write_text(json.dumps(chrome_trace(rows)), encoding="utf-8")
     if is_json:
-        click.echo(json.dumps({**as_json(report), **({"text": answer.text} if answer else {})}))
+        say_json({**as_json(report), **({"text": answer.text} if answer else {})})
         return 0
     lines = format_report(report, has_layers=per_layer)
     if answer is not None:
         shown = ascii(answer.text) if answer.text or not answer.token_ids else f"ids {answer.token_ids[:20]} ..."
         lines = [f"answer: {shown}", answer.summary(), "", *lines]
-    write_text("\n".join(lines) + "\n")
+    say("\n".join(lines))
     if trace_path is not None:
-        click.echo(f"trace: {trace_path} (open it in https://ui.perfetto.dev or chrome://tracing)")
+        say(f"trace: {trace_path} (open it in https://ui.perfetto.dev or chrome://tracing)")
     return 0
 
 
@@ -243,7 +244,7 @@ def make_ids(model_dir: Path, n_tokens: int, seed: int) -> list[int]:
 def _watch(seconds: float, *, is_quiet: bool) -> None:
     """Waits; Ctrl-C ends the watch early and the report comes all the same."""
     if not is_quiet:
-        click.echo(f"watching for {seconds:g} s (Ctrl-C ends it) ...", err=True)
+        complain(f"watching for {seconds:g} s (Ctrl-C ends it) ...")
     try:
         time.sleep(seconds)
     except KeyboardInterrupt:

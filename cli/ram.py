@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from shared.messages import control
 from shared.planning.ledger import GROUP, SHARED, ledger_table, slots_line
 from shared.run import running
 from shared.run.config import LOCK_NAME, GroupConfig, Line, parse_bytes
+from shared.run.terminal import say, say_json
 from shared.wire.bus import ControlClient
 from shared.wire.endpoints import EXPERT_IO, Endpoints, default_run_dir
 
@@ -41,7 +41,10 @@ def command(size: str | None, run_dir: str | None, is_json: bool) -> None:
     if ram.refusal:
         raise CapacityError(ram.refusal)
     report = make_report(config, ram)
-    click.echo(json.dumps(report, indent=1) if is_json else format_report(config, ram, report))
+    if is_json:
+        say_json(report, indent=1)
+    else:
+        say(format_report(config, ram, report))
 
 
 def _ask(config: GroupConfig, n_bytes: int) -> control.Ram:

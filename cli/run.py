@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import click
 
-from cli.client import Session, clean_text, make_streams_safe, open_session, write_text
+from cli.client import Session, open_session
+from cli.prompt import SEED, TEMPERATURE, TOP_P, parse_ids, read_prompt, request_of
 from shared.run.client import Answer
+from shared.run.terminal import complain, is_terminal, say_json, write
+
+MAX_STOPS = 4
+NEEDS_RUN_DIR = "--profile reads the group's memory on this machine; use --run-dir instead of --url"
 
 
 @click.command("run")
@@ -18,9 +22,9 @@ from shared.run.client import Answer
 @click.option("--ids", metavar="LIST", help="The prompt as token ids, e.g. 1,2,3 (for a model without tokenizer).")
 @click.option("--system", metavar="TEXT", help="Instruction put before the prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Stop after N tokens at the latest.")
-@click.option("--temperature", type=float, metavar="T", help="0 takes the likeliest token; default 1.")
-@click.option("--top-p", type=float, metavar="P", help="Sample among the likeliest tokens that make up P.")
-@click.option("--seed", type=int, metavar="N", help="Same seed, same text.")
+@click.option("--temperature", type=TEMPERATURE, metavar="T", help="0 takes the likeliest token; default 1.")
+@click.option("--top-p", type=TOP_P, metavar="P", help="Sample among the likeliest tokens that make up P.")
+@click.option("--seed", type=SEED, metavar="N", help="Same seed, same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; up to four times.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--profile", "with_profile", is_flag=True, help="Show where the time went.")
@@ -33,12 +37,18 @@ def command(
     top_p: float | None, seed: int | None, stop: tuple[str, ...], as_json: bool, with_profile: bool,
     record_routing: str | None, model: str | None, url: str | None, run_dir: str | None,
 ) -> int:  # fmt: skip
-    """Answer one PROMPT (or standard input) and leave."""
-    make_streams_safe()
+    """Answer one PROMPT and leave. Text that is piped in is put behind it, or is the prompt where none is given.
+
+    What would steer the terminal in an answer is written out, like \\x1b; --json has the text exactly.
+    """
     if system is not None and (raw or ids):
         raise click.UsageError("--system belongs to the chat format; with --raw write it into the prompt")
     if ids is not None and prompt is not None:
         raise click.UsageError("give a prompt or --ids, not both")
+    if len(stop) > MAX_STOPS:
+        raise click.UsageError(f"--stop may be given {MAX_STOPS} times, got {len(stop)}")
+    if with_profile and url is not None and run_dir is None:
+        raise click.UsageError(NEEDS_RUN_DIR)
     text = read_prompt(prompt) if ids is None else parse_ids(ids)
     options = {
         "max_tokens": max_tokens,
@@ -54,46 +64,10 @@ def command(
             return _run_profiled(session, path, body, answer, as_json)
         _print_answer(session, path, body, answer, as_json)
         if as_json:
-            click.echo(json.dumps(answer.as_json()))
-        elif sys.stderr.isatty():
-            click.echo(f"[{answer.summary()}]", err=True)
+            say_json(answer.as_json())
+        elif is_terminal(sys.stderr):
+            complain(f"[{answer.summary()}]")
     return 0
-
-
-def read_prompt(prompt: str | None) -> str:
-    """The argument, or standard input when it is absent or ``-``. Raises UsageError when there is neither."""
-    if prompt is None or prompt == "-":
-        if prompt is None and sys.stdin.isatty():
-            raise click.UsageError('a prompt is needed: colibri run "your question", or text on standard input')
-        prompt = sys.stdin.read().removesuffix("\n")
-    prompt = clean_text(prompt)
-    if not prompt:
-        raise click.UsageError("the prompt is empty")
-    return prompt
-
-
-def parse_ids(text: str) -> list[int]:
-    """``1,2,3`` or ``1 2 3``. Raises UsageError."""
-    try:
-        ids = [int(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        ids = []
-    if not ids or min(ids) < 0:
-        raise click.UsageError(f"--ids takes token ids like 1,2,3; got {text!r}")
-    return ids
-
-
-def request_of(
-    text: str | list[int], *, raw: bool, system: str | None = None, options: dict[str, Any] | None = None
-) -> tuple[str, dict[str, Any]]:
-    """(path, body) of the request; options that are None are left out. Ids come back as ids."""
-    body = {key: value for key, value in (options or {}).items() if value is not None}
-    if isinstance(text, list):
-        return "/v1/completions", {"prompt": text, "return_token_ids": True, "ignore_eos": True, **body}
-    if raw:
-        return "/v1/completions", {"prompt": text, **body}
-    messages = [{"role": "system", "content": clean_text(system)}] if system is not None else []
-    return "/v1/chat/completions", {"messages": [*messages, {"role": "user", "content": text}], **body}
 
 
 def _print_answer(session: Session, path: str, body: dict[str, Any], answer: Answer, is_quiet: bool) -> None:
@@ -101,12 +75,12 @@ def _print_answer(session: Session, path: str, body: dict[str, Any], answer: Ans
     try:
         for piece in session.client.stream(path, body, answer):
             if not is_quiet:
-                write_text(piece)
+                write(piece)
     finally:
         if not is_quiet and not answer.text and answer.token_ids:
-            write_text(",".join(map(str, answer.token_ids)) + "\n")
+            write(",".join(map(str, answer.token_ids)) + "\n")
         elif not is_quiet and answer.text and not answer.text.endswith("\n"):
-            write_text("\n")
+            write("\n")
 
 
 def _run_profiled(session: Session, path: str, body: dict[str, Any], answer: Answer, as_json: bool) -> int:
@@ -114,14 +88,13 @@ def _run_profiled(session: Session, path: str, body: dict[str, Any], answer: Ans
     from cli.profile_report import as_json as report_json
     from cli.profile_report import format_report
 
-    if session.run_dir is None:
-        raise click.UsageError("--profile reads the group's memory on this machine; use --run-dir instead of --url")
+    assert session.run_dir is not None
     with Profiler(session.run_dir) as profiler:
         profiler.start()
         _print_answer(session, path, body, answer, as_json)
         report = profiler.stop(answer)
     if as_json:
-        click.echo(json.dumps({**answer.as_json(), "profile": report_json(report)}))
+        say_json({**answer.as_json(), "profile": report_json(report)})
     else:
-        write_text("\n" + "\n".join(format_report(report)) + "\n")
+        write("\n" + "\n".join(format_report(report)) + "\n")
     return 0

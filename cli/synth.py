@@ -8,6 +8,7 @@ import click
 
 from conversion.synth import PRESETS, Synthesis, preset_config
 from shared.container.format import PRECISIONS
+from shared.run.terminal import say
 
 
 @click.command("synth")
@@ -21,10 +22,10 @@ def command(out: Path, preset: str, layers: int | None, mtp: bool, precision: st
     """Write a container of random weights to OUT: real sizes, no tokenizer, and it says nothing sensible."""
     synthesis = Synthesis(preset_config(preset, layers or 0, mtp), precision, seed)
     spec, plan = synthesis.spec, synthesis.plan
-    click.echo(
+    say(
         f"plan: {preset}, {spec.n_layers} layers{' + MTP' if spec.n_mtp else ''}, {precision}, seed {seed}; "
         f"dense part {plan.dense_bytes:,} bytes, experts {plan.expert_bytes:,} bytes in {len(plan.experts)} files"
     )
     with click.progressbar(length=synthesis.n_bytes, label="writing") as bar:
         index = synthesis.run(out, bar.update)
-    click.echo(f"wrote {out} (fingerprint {index.fingerprint})")
+    say(f"wrote {out} (fingerprint {index.fingerprint})")

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from shared.container.reader import Container
+from shared.run.terminal import complain, say
 
 _SHOWN = 20
 
@@ -31,10 +32,10 @@ def command(directory: Path, mirrors: tuple[str, ...]) -> None:
             if complaint is not None:
                 complaints.append(complaint)
     seconds = max(time.monotonic() - start, 1e-9)
-    click.echo(f"{n_parts} parts, {total:,} bytes in {seconds:.1f} s: {total / seconds / 1e9:.2f} GB/s")
+    say(f"{n_parts} parts, {total:,} bytes in {seconds:.1f} s: {total / seconds / 1e9:.2f} GB/s")
     if complaints:
         for complaint in complaints[:_SHOWN]:
-            click.echo(f"damaged: {complaint}", err=True)
-        click.echo(f"colibri: {len(complaints)} of {n_parts} parts of {directory} are damaged.", err=True)
+            complain(f"damaged: {complaint}")
+        complain(f"colibri: {len(complaints)} of {n_parts} parts of {directory} are damaged.")
         sys.exit(70)
-    click.echo("all checksums agree")
+    say("all checksums agree")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import secrets
 import socket
@@ -502,7 +501,3 @@ def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False, k
 def huge_dir_of(run_dir: Path) -> str | None:
     """Where the group that runs in ``run_dir`` has its named memory. Raises ConfigError when none runs."""
     return running.running_config(run_dir).huge_dir
-
-
-def to_json(value: object) -> str:
-    return json.dumps(value, indent=1)

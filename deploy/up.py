@@ -17,6 +17,7 @@ from typing import Any
 from native.errors import LibraryError
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError, ConfigError
 from shared.run.config import Settings, load_settings
+from shared.run.terminal import complain, make_streams_safe, say, say_json
 
 SETTING_FLAGS = (
     "run_dir",
@@ -120,6 +121,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str]) -> int:
     """The exit code of ``colibri-up`` with these arguments."""
+    make_streams_safe()
     args = make_parser().parse_args(argv)
     signals = _Signals()
     try:
@@ -137,18 +139,16 @@ def run(argv: list[str]) -> int:
             return _drop_warm(settings)
         return _up(settings, args.daemon, signals)
     except ColibriError as error:
-        print(f"colibri-up: {error}", file=sys.stderr, flush=True)
+        complain(f"colibri-up: {error}")
         return error.exit_code
     except LibraryError as error:
-        print(f"colibri-up: {error}", file=sys.stderr, flush=True)
+        complain(f"colibri-up: {error}")
         return EXIT_CONFIG
     except OSError as error:  # of the run directory: everything else has its own sentence
         where = f"{error.filename}: " if error.filename else ""
-        print(
+        complain(
             f"colibri-up: {where}{error.strerror or error}. The run directory must be writable and have space; "
-            "--run-dir names another.",
-            file=sys.stderr,
-            flush=True,
+            "--run-dir names another."
         )
         return EXIT_CONFIG
 
@@ -175,7 +175,7 @@ class _Signals:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # whoever read this is gone; that must not end the group
-        print(text, flush=True)
+        say(text)
 
 
 def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
@@ -258,7 +258,7 @@ def _keep(group: Any, signals: _Signals) -> int:
             return EXIT_OK if is_clean else EXIT_FAULT
         words = group.given_up()
         if words:
-            print(f"colibri-up: {words}", file=sys.stderr, flush=True)
+            complain(f"colibri-up: {words}")
             exit_code = EXIT_FAULT
             break
         time.sleep(0.2)
@@ -325,16 +325,16 @@ def _status(settings: Settings, as_json: bool) -> int:
     except ConfigError as error:
         raise ConfigError("\n".join([str(error), *kept])) from None
     if as_json:
-        print(launch.to_json(group | {"kept_warm": kept}))
+        say_json(group | {"kept_warm": kept}, indent=1)
         return EXIT_OK
-    print(f"{group['model']} at {group['url']}: {'ready' if group['ready'] else group['detail']}")
-    print(f"{group['n_running']} requests running, {group['n_waiting']} waiting; run directory {group['run_dir']}")
-    print(f"{'service':<11}{'pid':>8}  {'state':<10}{'incarnation':>12}  stage")
+    say(f"{group['model']} at {group['url']}: {'ready' if group['ready'] else group['detail']}")
+    say(f"{group['n_running']} requests running, {group['n_waiting']} waiting; run directory {group['run_dir']}")
+    say(f"{'service':<11}{'pid':>8}  {'state':<10}{'incarnation':>12}  stage")
     for service in group["services"]:
         name, pid, state, stage = (service[key] for key in ("name", "pid", "state", "stage"))
-        print(f"{name:<11}{pid:>8}  {state:<10}{service['incarnation']:>12}  {stage}".rstrip())
+        say(f"{name:<11}{pid:>8}  {state:<10}{service['incarnation']:>12}  {stage}".rstrip())
     for line in kept:
-        print(line)
+        say(line)
     return EXIT_OK
 
 

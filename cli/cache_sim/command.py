@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from cli.cache_sim.plot import line_chart
 from shared.errors import ConfigError
 from shared.experts.residency import POLICIES
 from shared.experts.traces import TraceHeader, TraceReader
+from shared.run.terminal import say, say_json
 
 NAMES = (sim.OPTIMUM, sim.ONE_STEP_AHEAD, *POLICIES)
 
@@ -41,6 +41,8 @@ def command(traces: tuple[Path, ...], slots: str, policies: tuple[str, ...], as_
     Each trace starts with empty slots; several traces of one model are added up. "optimum" is Belady's: the most hits that any
     choice of victims allows. "one-step-ahead" knows what the next step will want, exactly; no policy can.
     """
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise click.UsageError(f"--plot draws SVG only: name the file {plot.stem or 'plot'}.svg instead of {plot.name}")
     read = [_read(path) for path in traces]
     header = read[0].header
     for path, trace in zip(traces, read, strict=True):
@@ -60,7 +62,7 @@ def command(traces: tuple[Path, ...], slots: str, policies: tuple[str, ...], as_
         except OSError as error:
             raise ConfigError(f"{plot} can't be written: {error.strerror}") from None
     if as_json:
-        click.echo(json.dumps(_as_json(header, read, n_experts, scores, best)))
+        say_json(_as_json(header, read, n_experts, scores, best))
     else:
         _print(header, read, n_experts, scores, best)
     return 0
@@ -137,19 +139,19 @@ def _print(
 ) -> None:
     n_visits = sum(len(t.visits) for t in traces)
     first = next(iter(scores.values()))
-    click.echo(
+    say(
         f"{header.model}: {sum(t.n_steps for t in traces):,} steps, {n_visits:,} layer visits, {first.asked:,} experts asked "
         f"for ({first.decode_asked:,} by decode rows); {n_experts:,} experts in {len(header.layers)} layers"
     )
     n_lost = sum(t.n_lost for t in traces)
     if n_lost:
-        click.echo(f"note: {n_lost:,} records are missing: the disk did not keep up while recording")
-    click.echo(f"\n{'slots':>14}  {'policy':<15}{'hits':>8}{'decode hits':>13}{'of optimum':>12}{'bytes read':>18}")
+        say(f"note: {n_lost:,} records are missing: the disk did not keep up while recording")
+    say(f"\n{'slots':>14}  {'policy':<15}{'hits':>8}{'decode hits':>13}{'of optimum':>12}{'bytes read':>18}")
     last = None
     for (name, n), score in scores.items():
         label = f"{n:,} ({n / n_experts:.0%})" if n != last else ""
         last = n
-        click.echo(
+        say(
             f"{label:>14}  {name:<15}{score.hit_rate:>8.1%}{score.decode_hit_rate:>13.1%}"
             f"{score.hits / max(1, best[n].hits):>12.1%}{score.bytes_read:>18,}"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import click
 from cli.doctor import budget, drive, memory, pages, processor
 from cli.doctor.finding import Case, Finding
 from shared.container.reader import Container
+from shared.run.terminal import say, say_json
 
 SUBJECTS: tuple[Callable[[Case], list[Finding]], ...] = (
     processor.look,
@@ -36,13 +36,11 @@ def command(model: Path | None, measure: bool, as_json: bool) -> None:
     case = Case(Container.open(model) if model else None, must_measure=measure)
     findings = [finding for look in SUBJECTS for finding in look(case)]
     if as_json:
-        click.echo(
-            json.dumps([{"subject": f.subject, "found": f.found, "verdict": f.verdict, "advice": f.advice, **f.facts}
-                        for f in findings], indent=1)
-        )  # fmt: skip
+        say_json([{"subject": f.subject, "found": f.found, "verdict": f.verdict, "advice": f.advice, **f.facts}
+                        for f in findings], indent=1)  # fmt: skip
         return
     for line in format_findings(findings):
-        click.echo(line)
+        say(line)
 
 
 def format_findings(findings: list[Finding]) -> list[str]:

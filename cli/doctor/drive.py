@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 
-import click
-
 from cli.doctor.finding import Case, Finding, Verdict
 from native.reader import uring_refusal
 from shared.container.reader import Container
 from shared.machine.drive import DriveProfile, Mount, kept_folder
 from shared.planning.drive_probe import drive_profile, mount_of
+from shared.run.terminal import complain
 
 SLOW_BYTES_S = 0.5e9
 
@@ -27,7 +26,7 @@ def look(case: Case) -> list[Finding]:
         kept_folder(),
         may_write=True,
         must_measure=case.must_measure,
-        report=lambda text: click.echo(f"colibri: {text}", err=True),
+        report=lambda text: complain(f"colibri: {text}"),
     )
     mount = mount_of(container.path)
     is_spinning = case.read(f"/sys/dev/block/{mount.device}/queue/rotational") == "1"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 import click
 
 from shared.run.config import Settings
+from shared.run.terminal import say, say_json
 
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -57,11 +57,11 @@ def command(
     # Read by numpy's linear algebra when it is first loaded; the many small products here suffer from its threads.
     for name in _THREAD_VARIABLES:
         os.environ.setdefault(name, str(threads))
+    from cli.prompt import parse_ids
     from cli.quality.measure import Quality, compare_lanes, forward_units, lanes_to_run, tensor_errors
     from cli.quality.report import as_json, format_report
     from cli.quality.tensors import Pair
     from cli.quality.text import Tokens, default_text, random_tokens, tokens_of_ids, tokens_of_text
-    from cli.run import parse_ids
 
     pair = Pair(model, source)
     try:
@@ -80,7 +80,10 @@ def command(
             with _progress("logits", forward_units(pair)) as done:
                 lanes = compare_lanes(pair, lanes_to_run(pair, kv_dtype, has_formats), tokens, done)
         quality = Quality(pair, errors, tokens, lanes, kv_dtype)
-        click.echo(json.dumps(as_json(quality), indent=1) if is_json else "\n".join(format_report(quality)))
+        if is_json:
+            say_json(as_json(quality), indent=1)
+        else:
+            say("\n".join(format_report(quality)))
     finally:
         pair.close()
 

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from services.gateway.chat_messages import plain_messages
 from services.gateway.errors import ApiError, invalid, short
 from services.gateway.json_body import convert, decode_body
-from shared.messages.router import Sampling, Submit
+from shared.messages.router import MAX_TEMPERATURE, SEED_RANGE, Sampling, Submit
 
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 1024
@@ -40,7 +40,7 @@ class Common(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: int | None = None
     stop: Any = None
@@ -232,7 +232,7 @@ def _sampling(body: Common) -> Sampling:
     seed = body.seed
     if seed is None:
         seed = secrets.randbits(SEED_BITS)
-    elif not -(1 << 63) <= seed < (1 << 64):
+    elif not SEED_RANGE[0] <= seed <= SEED_RANGE[1]:
         raise invalid("seed", f"seed must fit into 64 bits, got {short(seed)}")
     return Sampling(
         temperature=1.0 if body.temperature is None else body.temperature,

@@ -63,6 +63,10 @@ Rates = Mapping[ReadSetting, Sequence[float]]
 """Setting -> bytes per second, one per round; a round measures all settings one after the other."""
 
 
+FLUID = ("zfs", "nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "fuse")
+"""File systems on a pool or on another host: their size is what is free there now."""
+
+
 class Mount(msgspec.Struct, frozen=True):
     """The file system that a file lies on."""
 
@@ -71,6 +75,7 @@ class Mount(msgspec.Struct, frozen=True):
     fs_type: str
     mount_point: str
     fs_bytes: int
+    """Its size; 0 for one that says another size whenever something is written (``FLUID``)."""
 
     @property
     def is_memory(self) -> bool:
@@ -196,23 +201,27 @@ def load_kept(path: Path, mount: Mount, record_bytes: int, now: float) -> tuple[
     here = (mount.device, mount.fs_type, mount.fs_bytes, size_class(record_bytes))
     if (body.device, body.fs_type, body.fs_bytes, body.size_class) != here:
         return None, "it is of another file system"
-    if not all(_is_possible(row) for row in body.rows) or not body.rows:
-        return None, "its numbers are impossible"
     profile = profile_of({row.setting: row.rates for row in body.rows}, body.measured_at)
+    if not is_usable(profile):
+        return None, "its numbers are impossible"
     if not 0 <= now - body.measured_at <= (MAX_AGE_BUSY_S if profile.was_busy else MAX_AGE_S):
         return None, "it is too old" if now > body.measured_at else "it is from the future"
     return profile, ""
 
 
-def _is_possible(row: _Row) -> bool:
-    s = row.setting
+def is_usable(profile: DriveProfile) -> bool:
+    """Whether these can be rates of a drive. What is measured is kept only if a later start would take it."""
+    return bool(profile.rates) and all(_is_possible(s, rates) for s, rates in profile.rates.items())
+
+
+def _is_possible(s: ReadSetting, rates: Sequence[float]) -> bool:
     return (
         s.engine in ENGINES
         and 1 <= s.depth <= 64
         and 4096 <= s.piece_bytes <= 1 << 30
         and s.piece_bytes % 4096 == 0
-        and 0 < len(row.rates) <= 1000
-        and all(math.isfinite(rate) and 0 < rate < 1e15 for rate in row.rates)
+        and 0 < len(rates) <= 1000
+        and all(math.isfinite(rate) and 0 < rate < 1e15 for rate in rates)
     )
 
 

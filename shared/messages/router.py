@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from shared.messages.base import Frame, Layer, Msg, Rows, Step, TokenId
 
+MAX_TEMPERATURE = 2.0
+SEED_RANGE = (-(1 << 63), (1 << 64) - 1)
+"""What a client may ask for; as ``Sampling`` a negative seed is the unsigned number of the same 64 bits."""
+
 
 class Sampling(Msg, frozen=True, array_like=True, gc=False):
     """How tokens are chosen. Random numbers belong to (seed, position), see docs/numerics.md."""

@@ -22,9 +22,11 @@ from shared.machine.drive import (
     BUFFERED,
     CANDIDATES,
     DEFAULT,
+    FLUID,
     DriveProfile,
     Mount,
     ReadSetting,
+    is_usable,
     kept_path,
     load_kept,
     profile_of,
@@ -36,6 +38,8 @@ SMALL_MODEL_BYTES = 512 << 20
 N_ROUNDS = 8
 SAMPLE_S = 0.025
 """Six settings, eight rounds: 1.2 s. Many short rounds, so that a busy drive can't make a setting win by chance."""
+PATIENCE_S = 2.0
+"""A busy drive may give nothing for longer than a sample; after this long without a byte its rate is 0."""
 
 Report = Callable[[str], None]
 
@@ -57,7 +61,8 @@ def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Moun
         mounted = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), front.split()[4])
         if real.is_relative_to(mounted) and len(mounted) >= len(point):  # of two at one place the later one covers
             fs_type, point = back.split()[0], mounted
-    return Mount(f"{os.major(device)}:{os.minor(device)}", fs_type, point, stat.f_blocks * stat.f_frsize)
+    n_bytes = 0 if fs_type.partition(".")[0] in FLUID else stat.f_blocks * stat.f_frsize
+    return Mount(f"{os.major(device)}:{os.minor(device)}", fs_type, point, n_bytes)
 
 
 def drive_profile(
@@ -81,21 +86,24 @@ def drive_profile(
         return DriveProfile(DEFAULT, f"{file.path}: {error.strerror}")
     if mount.is_memory:
         return DriveProfile(BUFFERED, f"{mount.mount_point} is a file system in memory ({mount.fs_type})")
-    if not must_measure and sum(f.record_bytes * f.n_experts for f in experts) < SMALL_MODEL_BYTES:
-        return DriveProfile(DEFAULT, "the model is small: not measured")
+    is_small = sum(f.record_bytes * f.n_experts for f in experts) < SMALL_MODEL_BYTES
     path = kept_path(folder, mount, file.record_bytes) if folder else None
     if path and not must_measure:
         kept, why = load_kept(path, mount, file.record_bytes, time.time())
         if kept:
             return kept
-        if why:
+        if why and not is_small:
             report(f"{path} is ignored: {why}")
+    if is_small and not must_measure:
+        return DriveProfile(DEFAULT, "the model is small: not measured")
     report(f"measuring the drive of {file.path.parent} ({N_ROUNDS * len(CANDIDATES) * SAMPLE_S:.1f} s)")
     try:
         with DriveProbe(file) as probe:
             profile = profile_of(probe.rates(), time.time())
     except (OSError, NativeError) as error:
         return DriveProfile(DEFAULT, f"measuring failed: {error}")
+    if not is_usable(profile):
+        return DriveProfile(DEFAULT, "measuring failed: the drive gave nothing, or impossibly much; it is not kept")
     if path and may_write:
         try:
             save_kept(path, mount, file.record_bytes, profile)
@@ -158,7 +166,10 @@ class DriveProbe:
         return found
 
     def sample(self, setting: ReadSetting, seconds: float) -> float:
-        """Bytes per second of this setting now. What is buffered is read past what the page cache holds already."""
+        """Bytes per second of this setting now, for ``seconds`` or until the first bytes are there.
+
+        What is buffered is read past what the page cache holds already.
+        """
         file, fd = self._file, self._fds[setting.is_direct]
         free = list(range(self._n_waiting(setting)))
         waiting: dict[int, tuple[int, int]] = {}  # tag -> (slot, offset)
@@ -174,7 +185,7 @@ class DriveProbe:
                     reader.submit(tag, fd, offset, file.record_bytes, self._buffer.address + slot * file.record_bytes)
                     waiting[tag] = (slot, offset)
                     tag += 1
-                left = begin + seconds - time.perf_counter()
+                left = begin + (seconds if n_bytes else PATIENCE_S) - time.perf_counter()
                 select.select([reader.fd], [], [], max(left, 0) if not is_over else None)
                 for done in reader.take():
                     slot, offset = waiting.pop(done.tag)
@@ -184,7 +195,8 @@ class DriveProbe:
                         raise OSError(done.error, os.strerror(done.error), str(file.path))
                     if not setting.is_direct:
                         os.posix_fadvise(fd, offset, file.record_bytes, os.POSIX_FADV_DONTNEED)
-                if not is_over and time.perf_counter() - begin >= seconds:
+                elapsed = time.perf_counter() - begin
+                if not is_over and elapsed >= seconds and (n_bytes or elapsed >= PATIENCE_S):
                     is_over = True
                     for pending in waiting:
                         reader.cancel(pending)

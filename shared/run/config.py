@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import tomllib
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,18 +145,35 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """attention reads the embedding's rows from the container when it needs them."""
 
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])i?B?|(B))?\s*", re.IGNORECASE | re.ASCII)
 _FACTORS = {"K": 10, "M": 20, "G": 30, "T": 40}
+_MAX_BYTES = 1 << 60
+_LEAST_BYTES = 1 << 20
+"""A smaller number without a unit is asked back: nobody means 24 bytes."""
 
 
 def parse_bytes(text: str | int, key: str) -> int:
-    """``"12G"``, ``"1.5GiB"``, ``"800M"`` or a number of bytes; K, M, G, T are powers of 1024."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    """``"12G"``, ``"1.5GiB"``, ``"800M"``, or a number of bytes from a MiB on; K, M, G, T are powers of 1024.
+
+    0 is 0. Raises ConfigError with ``key``, the setting or flag, in front: not a size, a small number that lacks a unit, or
+    more than there is.
+    """
+    match = _SIZE.fullmatch(str(text)) if isinstance(text, (str, int)) and not isinstance(text, bool) else None
     if match is None:
-        raise ConfigError(f"{key}: {text!r} is not a size; write a number of bytes or for example 12G, 800M")
-    return int(float(match[1]) * (1 << _FACTORS[match[2].upper()] if match[2] else 1))
+        if isinstance(text, int) and text < 0:
+            raise ConfigError(f"{key} = {text}: allowed are 0 to {_MAX_BYTES:,} bytes, for example 12G or 800M")
+        raise ConfigError(f"{key}: {text!r} is not a size; write for example 12G or 800M")
+    number = Decimal(match[1])
+    has_unit = bool(match[2] or match[3])
+    n_bytes = number * (1 << _FACTORS[match[2].upper()]) if match[2] else number
+    if not has_unit and 0 < n_bytes < _LEAST_BYTES:
+        raise ConfigError(
+            f"{key}: {match[1]} bytes? Did you mean {match[1]}{'G' if number < 1024 else 'M'}? A size has a unit, "
+            f"for example 12G or 800M; write {match[1]}B if bytes are meant."
+        )
+    if 0 < n_bytes < 1 or n_bytes > _MAX_BYTES:
+        raise ConfigError(f"{key} = {text}: allowed are 0 to {_MAX_BYTES:,} bytes, for example 12G or 800M")
+    return int(n_bytes)
 
 
 def parse_draft(text: str | int) -> str | int:

@@ -93,6 +93,15 @@ def test_package_modules_import_nothing(name: str) -> None:
     assert not imported(ROOT / name)
 
 
+def test_commands_write_through_the_terminal_module_alone() -> None:
+    """Text of a model, a server or a file must not steer the terminal: ``shared/run/terminal.py`` is the one way out."""
+    for path in (path for path in sources() if path.parts[len(ROOT.parts)] in ("cli", "deploy")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            writes = ("print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write")
+            assert name not in writes, f"{path.relative_to(ROOT)}:{node.lineno} writes by {name}"
+
+
 def test_native_imports_nothing_of_ours() -> None:
     for path in (ROOT / "native").rglob("*.py"):
         ours = {m for m in imported(path) if m.split(".")[0] in {*PACKAGES, "models"} - {"native"}}

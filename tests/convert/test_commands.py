@@ -216,6 +216,18 @@ def test_plan(converted: Converted) -> None:
     assert "missing" in text
     assert "the budget is 100.00 MiB" in text
     assert "800 elephants" in fails(78, "plan", container, "--ram", "800 elephants")
+    assert "Did you mean 24G?" in fails(78, "plan", container, "--ram", 24)
+    assert "Did you mean 24G?" in fails(78, "plan", container, "--assume", 24)
+
+
+def test_plan_assumes_the_memory_that_is_asked_for(converted: Converted) -> None:
+    container = converted("glm_moe_dsa", "int8")
+    run = colibri("plan", container, "--ram", "4000G", "--disk", 2, "--memory", 20)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("note: 4,294,967,296,000 bytes are assumed, in /dev/shm too; now ")
+    assert "\n4,294,967,296,000 bytes available (assumed), 4,294,967,296,000 in /dev/shm" in run.stdout
+    text = fails(78, "plan", container, "--ram", "24G", "--assume", "16G")
+    assert "ram = 24G is more than the 16G to assume" in text
 
 
 def test_plan_of_a_checkpoint_before_it_is_converted() -> None:

@@ -174,3 +174,10 @@ def test_traces_of_two_models_and_empty_ones_are_refused(trace: Path, tmp_path: 
     writer.close()
     result = CliRunner().invoke(command, [str(trace), str(other)])
     assert isinstance(result.exception, ColibriError) and "another model" in str(result.exception)
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.PDF", "x", "svg", "x.svg.gz"])
+def test_a_plot_is_an_svg_file_or_refused_before_anything_is_computed(name: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(command, [str(tmp_path / "absent"), "--plot", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert "SVG only" in result.stderr and ".svg instead of" in result.stderr

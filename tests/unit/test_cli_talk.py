@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cli.main import main
 from cli.profile import Profiler
 from shared.errors import ConfigError
 from shared.memory.segments import COUNTERS, TRACE, Segment, unlink_run
@@ -108,7 +112,7 @@ def test_run_finds_the_group_of_a_run_directory(gateway: GatewayProcess, router:
     ("args", "words"),
     [
         (["long"], "the prompt has 200 tokens but the context holds 100"),
-        (["say x", "--temperature", "9"], "temperature"),
+        (["say x", "--stop", "y" * 10_000], "stop"),
         (["fail"], "layer 3, expert 17: NaN"),
     ],
 )
@@ -141,20 +145,195 @@ def test_profile_needs_a_group(tmp_path: Path) -> None:
 
 
 def test_chat_through_pipes_keeps_the_conversation(gateway: GatewayProcess, router: FakeRouter) -> None:
-    lines = "say 你好\nlong\n/seed 7\nsay a\\\nb\n/reset\nsay c\n/nonsense\n/quit\nsay never\n"
-    done = colibri("chat", "--url", gateway.url, "--system", "be good", stdin=lines.encode(), env=C_LOCALE)
-    assert done.stdout.decode() == "你好\na\nb\n(forgotten)\nc\n"
-    errors = done.stderr.decode()
-    assert "error: the prompt has 200 tokens" in errors
-    assert "there is no /nonsense" in errors
-    histories = [json.loads(submit.messages_json or b"") for submit in router.submits]
-    assert [[message["content"] for message in history] for history in histories] == [
+    lines = "say 你好\nlong\nsay a\\\nb\n"
+    done = colibri(
+        "chat", "--url", gateway.url, "--system", "be good", "--seed", "7", stdin=lines.encode(), env=C_LOCALE
+    )
+    assert done.stdout.decode() == "你好\na\nb\n"
+    assert "error: the prompt has 200 tokens" in done.stderr.decode()
+    assert histories(router) == [
         ["be good", "say 你好"],
         ["be good", "say 你好", "你好", "long"],
         ["be good", "say 你好", "你好", "say a\nb"],  # the turn that failed left no trace
-        ["be good", "say c"],
     ]
     assert router.submits[-1].sampling.seed == 7
+
+
+def histories(router: FakeRouter) -> list[list[str]]:
+    return [[m["content"] for m in json.loads(submit.messages_json or b"")] for submit in router.submits]
+
+
+def test_a_piped_line_is_text_whatever_it_begins_with(gateway: GatewayProcess, router: FakeRouter) -> None:
+    lines = ["/quit", "/system be bad", "/etc/passwd is a file", "//", "/temp 99"]
+    done = colibri("chat", "--url", gateway.url, stdin="\n".join(lines).encode())
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert [history[-1] for history in histories(router)] == lines
+
+
+def person(*lines: str, args: list[str]) -> subprocess.CompletedProcess[bytes]:
+    """``colibri chat`` with a terminal for input, where these lines are typed."""
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, ("".join(f"{line}\n" for line in lines) + "\x04").encode())
+        return subprocess.run(
+            [sys.executable, "-m", "cli.main", "chat", *args], stdin=theirs, capture_output=True, cwd=ROOT, timeout=60
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_commands_are_for_a_person_at_a_terminal(gateway: GatewayProcess, router: FakeRouter) -> None:
+    done = person(
+        "say a",
+        "/seed 7",
+        "/reset",
+        "/temp 0.5",
+        "say c",
+        "/nonsense",
+        "/quit",
+        "say never",
+        args=["--url", gateway.url],
+    )
+    assert done.stdout.decode() == "a\n(forgotten)\nc\n"
+    assert "there is no /nonsense" in done.stderr.decode()
+    assert histories(router) == [["say a"], ["say c"]]
+    assert (router.submits[-1].sampling.seed, router.submits[-1].sampling.temperature) == (7, 0.5)
+
+
+def test_bad_values_are_refused_where_they_are_typed(gateway: GatewayProcess, router: FakeRouter) -> None:
+    bad = [
+        "/temp 99",
+        "/temp -1",
+        "/temp nan",
+        "/temp inf",
+        "/temp warm",
+        "/temp 1,5",
+        "/seed 1.5",
+        "/seed x",
+        f"/seed {1 << 64}",
+    ]
+    done = person("/temp 0.5", "/seed 3", *bad, "say a", args=["--url", gateway.url])
+    assert done.stdout == b"a\n"
+    said = done.stderr.decode().splitlines()
+    assert len(said) == len(bad)
+    assert all(line.startswith(command.split()[0] + ": ") for command, line in zip(bad, said, strict=True))
+    assert "0<=x<=2" in said[0] and "Nothing was changed" in said[0]
+    assert (router.submits[-1].sampling.seed, router.submits[-1].sampling.temperature) == (3, 0.5)
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "profile"])
+@pytest.mark.parametrize("args", [["--temperature", "99"], ["--temperature", "nan"], ["--seed", str(1 << 64)]])
+def test_bad_flags_are_refused_before_a_group_is_started(
+    command: str, args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert colibri_here(command, "--run-dir", str(tmp_path / "run"), *args) == 2
+    assert args[0] in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def colibri_here(*args: str) -> int:
+    """The exit code of a command that is refused: within this process, which is faster."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(args))
+    return int(ended.value.code or 0)
+
+
+def test_the_argument_and_what_is_piped_in_are_joined(gateway: GatewayProcess, router: FakeRouter) -> None:
+    done = colibri("run", "--url", gateway.url, "say this:", stdin="un été\r\nlong\n".encode(), env=C_LOCALE)
+    assert done.stdout.decode() == "this:\n\nun été\nlong\n"
+    assert colibri("run", "--url", gateway.url, "--raw", "-", stdin=b"say it\n").stdout == b"it\n"
+    assert colibri("run", "--url", gateway.url, "say alone").stdout == b"alone\n"
+    assert colibri("run", "--url", gateway.url, "", stdin=b"\n").returncode == 2
+    assert [submit.prompt for submit in router.submits] == [None, "say it", None]
+
+
+def test_input_that_does_not_end_is_said_and_input_without_end_refused(
+    gateway: GatewayProcess, router: FakeRouter
+) -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as pipe:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "cli.main", "run", "--url", gateway.url, "say it"],
+            stdin=reading, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+        )  # fmt: skip
+        os.close(reading)
+        assert run.stderr is not None
+        assert b"waiting for text on standard input (add </dev/null" in run.stderr.readline()
+        pipe.write(b"late")
+    assert run.communicate(timeout=30)[0] == b"it\n\nlate\n"
+    with open("/dev/zero", "rb") as zeros:
+        endless = subprocess.run(
+            [sys.executable, "-m", "cli.main", "run", "x"], stdin=zeros, capture_output=True, cwd=ROOT, timeout=60
+        )
+    assert endless.returncode == 2
+    assert b"standard input has more than" in endless.stderr
+
+
+def test_a_closed_input_is_no_traceback(gateway: GatewayProcess, router: FakeRouter) -> None:
+    command = f"exec {sys.executable} -m cli.main {{}} --url {gateway.url} {{}} <&-"
+    run, chat, empty = (
+        subprocess.run(["sh", "-c", command.format(*words)], capture_output=True, cwd=ROOT, timeout=60)
+        for words in (("run", "'say x'"), ("chat", ""), ("run", ""))
+    )
+    assert (run.stdout, run.returncode) == (b"x\n", 0)
+    for refused in (chat, empty):
+        assert refused.returncode == 2
+        assert b"Traceback" not in refused.stderr
+
+
+def test_an_answer_can_not_steer_the_terminal(gateway: GatewayProcess, router: FakeRouter) -> None:
+    text = "say \x1b[31mred\x07\x9b2J\u202egnp.exe\ttab 🙂"
+    done = colibri("run", "--url", gateway.url, "--raw", "--json", text.replace("\x00", ""))
+    assert json.loads(done.stdout)["text"] == text.removeprefix("say ")
+    expected = "\\x1b[31mred\\x07\\x9b2J\\u202egnp.exe\ttab 🙂\n"
+    assert colibri("run", "--url", gateway.url, "--raw", text).stdout.decode() == expected
+    assert colibri("chat", "--url", gateway.url, stdin=text.encode()).stdout.decode() == expected
+
+
+class EvilServer(http.server.BaseHTTPRequestHandler):
+    """Every answer is an error that tries to clear the screen."""
+
+    def do_POST(self) -> None:
+        body = json.dumps({"error": {"message": "no\x1b[2J\x9d0;title\x07", "code": "x"}}).encode()
+        self.send_response(400)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("args", [["run", "x"], ["chat"]])
+def test_an_error_of_a_server_can_not_steer_the_terminal(args: list[str]) -> None:
+    server = http.server.HTTPServer(("127.0.0.1", 0), EvilServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        done = colibri(
+            *args, "--url", f"http://127.0.0.1:{server.server_port}", stdin=b"hello\n" if args == ["chat"] else b""
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert b"no\\x1b[2J\\x9d0;title\\x07" in done.stderr
+    assert b"\x1b" not in done.stderr
+
+
+def test_what_was_typed_can_not_steer_the_terminal_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (
+        ["inspect"],
+        ["verify"],
+        ["plan"],
+        ["doctor"],
+        ["bench", "store"],
+        ["\x1b[2J"],
+        ["run", "--ids", "1", "--url"],
+    ):
+        assert colibri_here(*command, str(tmp_path / "\x1b[2Jx")) in (2, 78)
+        said = capsys.readouterr()
+        assert "\\x1b[2J" in said.err
+        assert "\x1b" not in said.err + said.out
 
 
 def test_ctrl_c_stops_the_answer_not_the_chat(gateway: GatewayProcess, router: FakeRouter) -> None:

@@ -63,10 +63,59 @@ def test_missing_file_is_a_sentence(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "n_bytes"),
-    [("12G", 12 << 30), ("1.5GiB", 3 << 29), ("800m", 800 << 20), ("4096", 4096), ("7 B", 7), (5, 5), ("2TB", 2 << 40)],
+    [
+        ("12G", 12 << 30),
+        ("1.5GiB", 3 << 29),
+        ("800m", 800 << 20),
+        ("4194304", 4 << 20),
+        ("7 B", 7),
+        (5 << 20, 5 << 20),
+        ("2TB", 2 << 40),
+        ("0", 0),
+        (0, 0),
+        ("24B", 24),
+        ("25769803776", 25769803776),
+        ("1048576", 1 << 20),
+    ],
 )
 def test_sizes(text: str | int, n_bytes: int) -> None:
     assert parse_bytes(text, "ram") == n_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("24", "24G"),
+        (24, "24G"),
+        ("12", "12G"),
+        ("1.5", "1.5G"),
+        ("8192", "8192M"),
+        (4096, "4096M"),
+        ("1048575", "1048575M"),
+    ],
+)
+def test_a_small_number_without_a_unit_is_asked_back(text: str | int, meant: str, tmp_path: Path) -> None:
+    for take in (
+        lambda: parse_bytes(text, "size"),
+        lambda: load_settings(None, {"ram": text}),
+        lambda: load_settings(write(tmp_path / "c.toml", f"ram = {text!r}\n".replace("'", '"'))),
+    ):
+        with pytest.raises(ConfigError, match=rf"bytes\? Did you mean {meant}\?"):
+            take()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "G", "max", "-5G", "1e3G", "١٢G", "12GG", "12 G B", True, 1.5, None, ["12G"], "nan", "0.1B"]
+)
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ConfigError, match=r"^size\b.*12G"):
+        parse_bytes(text, "size")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 400 + "T", "1048577T", 1 << 61])
+def test_more_than_there_is(text: str | int) -> None:
+    with pytest.raises(ConfigError, match="allowed are 0 to 1,152,921,504,606,846,976 bytes"):
+        parse_bytes(text, "size")
 
 
 def test_system_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,6 +211,33 @@ def test_a_start_measures_once_keeps_it_and_writes_nothing_when_told_so(
     assert drive_profile([], folder, may_write=True).setting == DEFAULT
 
 
+def test_what_doctor_measured_is_what_the_next_command_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a small model too, for which nobody measures unasked; and nothing is kept that would be refused later."""
+    file = expert_file(tmp_path / "e", 2, 1 << 16)
+    folder = tmp_path / "drives"
+    monkeypatch.setattr(drive_probe, "mount_of", lambda path: HERE)
+    found: dict[ReadSetting, list[float]] = {s: list(rates) for s, rates in RATES.items()}
+    monkeypatch.setattr(DriveProbe, "rates", lambda self: found)
+    said: list[str] = []
+    for bad in (0.0, float("nan"), float("inf"), 1e16):
+        found[DEFAULT][0] = bad
+        refused = drive_profile([file], folder, may_write=True, must_measure=True)
+        assert (refused.setting, refused.ceiling) == (DEFAULT, 0.0) and "measuring failed" in refused.note
+        assert not folder.exists()
+    found[DEFAULT][0] = RATES[DEFAULT][0]
+    measured = drive_profile([file], folder, may_write=True, must_measure=True)
+    assert measured.ceiling > 0
+    assert drive_profile([file], folder, may_write=True, report=said.append) == measured
+    assert said == []
+
+
+def test_a_file_system_on_a_pool_has_no_size_that_could_change(tmp_path: Path) -> None:
+    table = tmp_path / "mountinfo"
+    for fs_type, is_fixed in (("zfs", False), ("nfs4", False), ("fuse.sshfs", False), ("ext4", True), ("xfs", True)):
+        table.write_text(f"1 0 8:1 / / rw - {fs_type} a rw\n")
+        assert (mount_of(tmp_path, table).fs_bytes > 0) == is_fixed
+
+
 def test_files_in_memory_are_read_buffered_with_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = expert_file(tmp_path / "e", 2, 1 << 16)
     monkeypatch.setattr(drive_probe, "mount_of", lambda path: Mount("0:5", "tmpfs", "/dev/shm", 10**9))
