@@ -9,7 +9,6 @@ import contextlib
 import functools
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
