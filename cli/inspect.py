@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def _values(shape: tuple[int, ...]) -> int:
 
 
 def _attention(container: Container) -> str:
-    spec = container.spec
-    text = f"MLA, {spec.n_heads} heads, latent {spec.kv_lora_rank} + rope {spec.qk_rope}"
-    n_full = spec.index_kinds.count("full")
-    return text + (f"; {n_full} layers own an indexer (top {spec.index_topk:,})" if n_full else "")
+    """Each kind of attention in the main layers, with their number where there are several."""
+    kinds = Counter(attention.describe() for attention in container.spec.main_attention)
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return "; ".join(f"{n} layers: {text}" for text, n in kinds.items())

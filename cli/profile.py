@@ -23,7 +23,7 @@ from cli.profile_storage import StoreFacts
 from cli.prompt import SEED, TEMPERATURE, FiniteRange, parse_ids, read_prompt, request_of
 from shared.errors import ConfigError
 from shared.memory.segments import COUNTERS, TRACE, Segment
-from shared.model.spec import read_json
+from shared.model.config_reader import read_json
 from shared.run.client import Answer, Client, ask_status, find_group
 from shared.run.config import FROZEN_NAME, load_frozen
 from shared.run.terminal import complain, say, say_json

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from conversion.checkpoint import Checkpoint
@@ -29,7 +30,9 @@ from shared.container.pack import F32, TILE_ROWS, pack_matrix, quantise_rows, to
 from shared.container.reader import Container
 from shared.container.recognise import why_no_checkpoint
 from shared.errors import ConfigError, ContainerError
+from shared.model.families import source_name
 from shared.model.spec import ModelSpec
+from shared.model.tensors import Source
 
 VERSION = "0.2.0"
 """Raised whenever the same checkpoint would give other bytes; unfinished work of another version is refused."""
@@ -52,6 +55,8 @@ COPIED_FILES = (
 )
 """Copied when present. Nothing that could be executed is."""
 
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 _CHUNK_VALUES = 8 << 20
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -131,11 +136,11 @@ class Conversion:
         used: set[str] = set()
         for file in self.plan.dense:
             for item in file.items:
-                for name, shape in self._sources(item):
-                    used.update(self.checkpoint.require(name, shape))
+                source = self._source(item)
+                used.update(self.checkpoint.require(source.name, source.shape))
         for layer in self.plan.experts:
             for expert in range(layer.n_experts):
-                for name, shape in _expert_sources(layer, expert):
+                for name, shape in self._expert_sources(layer, expert):
                     used.update(self.checkpoint.require(name, shape))
         self._check_copies(used)
         unknown = sorted(name for name in set(self.checkpoint.tensors) - used if not self._is_ignored(name))
@@ -154,13 +159,13 @@ class Conversion:
         prefix = f"model.layers.{spec.mtp_layer}."
         pairs = []
         if spec.n_mtp:
-            head = "lm_head.weight" if "lm_head.weight" in self.checkpoint else "model.embed_tokens.weight"
+            head = HEAD if HEAD in self.checkpoint else EMBEDDING
             pairs = [
-                (prefix + "embed_tokens.weight", "model.embed_tokens.weight"),
+                (prefix + "embed_tokens.weight", EMBEDDING),
                 (prefix + "shared_head.head.weight", head),
             ]
         if spec.tie_embeddings:
-            pairs.append(("lm_head.weight", "model.embed_tokens.weight"))
+            pairs.append((HEAD, EMBEDDING))
         for copy, original in pairs:
             if copy not in self.checkpoint or copy == original:
                 continue
@@ -179,43 +184,41 @@ class Conversion:
         )
 
     def _is_ignored(self, name: str) -> bool:
-        """Indexer weights of layers that share another layer's selection, and buffers that are no weights."""
+        """Tensors that the layer's attention says it has no use for, and buffers that are no weights."""
         if name.endswith(_IGNORED_SUFFIXES):
             return True
-        parts = name.split(".")
-        if parts[:2] != ["model", "layers"] or not parts[2].isdigit() or parts[3:5] != ["self_attn", "indexer"]:
+        parts = name.split(".", 3)
+        if parts[:2] != ["model", "layers"] or not parts[2].isdigit() or len(parts) < 4:
             return False
         layer = int(parts[2])
-        return layer < self.spec.n_layers and self.spec.index_kind(layer) == "shared"
+        return layer < self.spec.n_layers and self.spec.attention[layer].ignores(parts[3])
 
-    def _sources(self, item: DenseItem) -> list[tuple[str, tuple[int, ...]]]:
-        """Checkpoint tensors (name, shape) that an item is made from."""
-        spec = self.spec
-        if item.name.endswith((".k_b.weight", ".v_b.weight")):
-            return [(_kv_b_name(item.name), (spec.n_heads * (spec.qk_nope + spec.v_head), spec.kv_lora_rank))]
-        if item.name == "lm_head.weight" and spec.tie_embeddings:
-            return [("model.embed_tokens.weight", item.shape)]
-        return [(item.name, item.shape)]
+    def _source(self, item: DenseItem) -> Source:
+        """The checkpoint tensor that an item is made from, under the checkpoint's name."""
+        source = item.source or Source(item.name, item.shape)
+        if item.name == HEAD and self.spec.tie_embeddings:
+            source = Source(EMBEDDING, item.shape)
+        return msgspec.structs.replace(source, name=source_name(self.spec.family, source.name))
 
     # ---- making ---------------------------------------------------------------------------------------------------
 
     def dense_pieces(self, item: DenseItem) -> Iterator[F32]:
         """What an item is made from, unrounded: f32[n] of a vector, matrices in pieces of rows, a stack one by one."""
-        (name, shape) = self._sources(item)[0]
+        source = self._source(item)
         if item.kind == "vector":
-            yield self.checkpoint.rows(name)
-        elif item.stack > 1 or item.name.endswith((".k_b.weight", ".v_b.weight")):
-            yield from self._head_matrices(item, name)
+            yield self.checkpoint.rows(source.name)
+        elif source.n_rows:
+            yield from self._stacked(item, source)
         else:
-            yield from self.checkpoint.row_chunks(name, chunk_rows(shape[1]))
+            yield from self.checkpoint.row_chunks(source.name, chunk_rows(source.shape[1]))
 
     def embedding_rows(self, ids: Sequence[int]) -> F32:
         """f32[len(ids), hidden] of the embedding, without reading the rest of it."""
-        return np.concatenate([self.checkpoint.rows("model.embed_tokens.weight", i, i + 1) for i in ids])
+        return np.concatenate([self.checkpoint.rows(EMBEDDING, i, i + 1) for i in ids])
 
     def expert_matrices(self, layer: ExpertFilePlan, expert: int) -> Iterator[tuple[str, F32]]:
         """(name, values f32[out, in]) of an expert's gate, up and down projection, unrounded."""
-        for name, _ in _expert_sources(layer, expert):
+        for name, _ in self._expert_sources(layer, expert):
             yield name, self.checkpoint.rows(name)
 
     def _make_dense(self, item: DenseItem) -> Iterator[Any]:
@@ -231,19 +234,22 @@ class Conversion:
             else:
                 yield from pack_chunks(pieces, item.format)
         except ValueError as error:
-            name, _ = self._sources(item)[0]
-            raise ContainerError(f"{self.source}: tensor {name!r} can't be converted: {error}.") from None
+            raise ContainerError(
+                f"{self.source}: tensor {self._source(item).name!r} can't be converted: {error}."
+            ) from None
 
-    def _head_matrices(self, item: DenseItem, name: str) -> Iterator[F32]:
-        """k_b: [R, nope] per head, the transposed first rows of the head's block; v_b: [v, R], the other rows."""
-        nope, block = self.spec.qk_nope, self.spec.qk_nope + self.spec.v_head
-        is_k = item.name.endswith(".k_b.weight")
-        for head in range(self.spec.n_heads):
-            start = head * block
-            if is_k:
-                yield np.ascontiguousarray(self.checkpoint.rows(name, start, start + nope).T)
-            else:
-                yield self.checkpoint.rows(name, start + nope, start + block)
+    def _stacked(self, item: DenseItem, source: Source) -> Iterator[F32]:
+        """The matrices of a stack, each from rows of its own."""
+        for i in range(item.stack):
+            start = i * source.stride + source.start
+            rows = self.checkpoint.rows(source.name, start, start + source.n_rows)
+            yield np.ascontiguousarray(rows.T) if source.is_transposed else rows
+
+    def _expert_sources(self, layer: ExpertFilePlan, expert: int) -> list[tuple[str, tuple[int, int]]]:
+        inner, hidden = layer.layout.inner, layer.layout.hidden
+        shapes = (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner)))
+        prefix = layer.tensor_name(expert)
+        return [(source_name(self.spec.family, f"{prefix}.{part}.weight"), shape) for part, shape in shapes]
 
     def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> Any:
         layer, expert = source
@@ -312,20 +318,6 @@ def table_chunks(chunks: Iterator[F32], fmt: str) -> Iterator[Any]:
                 raise ValueError("a weight is NaN or infinite")
             yield to_bf16(chunk) if fmt == "bf16" else np.ascontiguousarray(chunk)
     yield from scales
-
-
-def _expert_sources(layer: ExpertFilePlan, expert: int) -> list[tuple[str, tuple[int, int]]]:
-    prefix = f"{layer.tensor_name(expert)}."
-    inner, hidden = layer.layout.inner, layer.layout.hidden
-    return [
-        (f"{prefix}gate_proj.weight", (inner, hidden)),
-        (f"{prefix}up_proj.weight", (inner, hidden)),
-        (f"{prefix}down_proj.weight", (hidden, inner)),
-    ]
-
-
-def _kv_b_name(name: str) -> str:
-    return name.rsplit(".", 2)[0] + ".kv_b_proj.weight"
 
 
 def chunk_rows(width: int) -> int:

@@ -216,13 +216,13 @@ def create_segments(plan: Plan) -> None:
     n_trace = max(TRACE_ROWS, 2 * dims.stages)
     sizes = {
         segments.FRAMES: config.n_frames * frame_bytes(dims),
-        segments.KV: kv_layout(spec, spec.index_kinds, config.kv_dtype, config.n_kv_blocks).total_bytes,
+        segments.KV: kv_layout(spec.main_attention, config.kv_dtype, config.n_kv_blocks).total_bytes,
         segments.TRACE: TraceRing.HEAD_BYTES + n_trace * TraceRing.ROW_BYTES,
         segments.COUNTERS: counters.SEGMENT_BYTES,
     }
     if config.n_drafts:
-        kinds = (spec.mtp_index_kind,)
-        sizes[segments.MTP_KV] = kv_layout(spec, kinds, config.kv_dtype, config.n_kv_blocks).total_bytes
+        mtp_kv = kv_layout(spec.mtp_attention, config.kv_dtype, config.n_kv_blocks)
+        sizes[segments.MTP_KV] = mtp_kv.total_bytes
     for name, n_bytes in sizes.items():
         segments.Segment.create(config.run_id, name, n_bytes).close()
 

@@ -16,6 +16,7 @@ from typing import Any
 from conversion.synth import Synthesis, preset_config
 from shared.container.format import ContainerPlan, DenseItem, ExpertFilePlan
 from shared.errors import ConfigError
+from shared.model.attention.latent import Latent
 from shared.model.spec import ModelSpec
 
 ARCHITECTURE = "glm-dsa"
@@ -161,6 +162,9 @@ def _checked(tensor: Tensor) -> Tensor:
 
 def _metadata(spec: ModelSpec) -> dict[str, Any]:
     """What llama.cpp needs to know of a glm-dsa model; the keys without prefix are below the architecture's name."""
+    layers = [layer for layer in spec.main_attention if isinstance(layer, Latent)]
+    mla, index = layers[0], layers[0].indexer
+    assert index is not None
     own: dict[str, Any] = {
         "block_count": spec.n_layers,
         "context_length": spec.max_context,
@@ -172,24 +176,24 @@ def _metadata(spec: ModelSpec) -> dict[str, Any]:
         "expert_used_count": spec.gate_k,
         "expert_shared_count": spec.n_shared,
         "expert_feed_forward_length": spec.expert_inner,
-        "expert_weights_scale": float(spec.routed_scaling),
-        "expert_weights_norm": spec.norm_topk,
+        "expert_weights_scale": float(spec.gate.scaling),
+        "expert_weights_norm": spec.gate.norm_topk,
         "expert_gating_func": 2,  # sigmoid
-        "rope.freq_base": float(spec.rope_theta),
-        "rope.dimension_count": spec.qk_rope,
-        "attention.head_count": spec.n_heads,
+        "rope.freq_base": float(mla.rope.theta),
+        "rope.dimension_count": mla.rope.dim,
+        "attention.head_count": mla.n_heads,
         "attention.head_count_kv": 1,  # absorbed: all heads share one latent
         "attention.layer_norm_rms_epsilon": float(spec.rms_eps),
-        "attention.q_lora_rank": spec.q_lora_rank,
-        "attention.kv_lora_rank": spec.kv_lora_rank,
-        "attention.key_length": spec.kv_lora_rank + spec.qk_rope,
-        "attention.value_length": spec.kv_lora_rank,
-        "attention.key_length_mla": spec.qk_nope + spec.qk_rope,
-        "attention.value_length_mla": spec.v_head,
-        "attention.indexer.head_count": spec.index_heads,
-        "attention.indexer.key_length": spec.index_dim,
-        "attention.indexer.top_k": spec.index_topk,
-        "attention.indexer.types": [int(kind == "full") for kind in spec.index_kinds],
+        "attention.q_lora_rank": mla.q_rank,
+        "attention.kv_lora_rank": mla.kv_rank,
+        "attention.key_length": mla.latent,
+        "attention.value_length": mla.kv_rank,
+        "attention.key_length_mla": mla.qk_head,
+        "attention.value_length_mla": mla.v_dim,
+        "attention.indexer.head_count": index.n_heads,
+        "attention.indexer.key_length": index.dim,
+        "attention.indexer.top_k": index.topk,
+        "attention.indexer.types": [int(layer.owns_indexer) for layer in layers],
     }
     return {
         "general.architecture": ARCHITECTURE,

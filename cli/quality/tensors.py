@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -152,14 +152,26 @@ class LaneWeights:
 
 def require_same_model(model: Path, found: ModelSpec, source: Path, wanted: ModelSpec) -> None:
     """ContainerError names the first difference that makes two directories different models."""
-    ours: Mapping[str, object] = msgspec.structs.asdict(found)
-    theirs: Mapping[str, object] = msgspec.structs.asdict(wanted)
-    for name in ours:
-        if name not in _FREE_FIELDS and ours[name] != theirs[name]:
+    ours, theirs = dict(_leaves(msgspec.to_builtins(found))), dict(_leaves(msgspec.to_builtins(wanted)))
+    for name in (*ours, *theirs):
+        if name not in _FREE_FIELDS and ours.get(name) != theirs.get(name):
             raise ContainerError(
-                f"{model} has {name} = {_short(ours[name])}, {source} has {_short(theirs[name])}: the container was not "
-                "made from this checkpoint. Give the directory it was converted from."
+                f"{model} has {name} = {_short(ours.get(name))}, {source} has {_short(theirs.get(name))}: the container was "
+                "not made from this checkpoint. Give the directory it was converted from."
             )
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Every plain value with its path, outer ones first: ``attention.0.rope.theta``."""
+    inner: list[tuple[str, object]] = []
+    if isinstance(value, dict):
+        inner = list(value.items())
+    elif isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):
+        inner = [(str(i), item) for i, item in enumerate(value)]
+    else:
+        yield name, value
+    for key, item in sorted(inner, key=lambda pair: isinstance(pair[1], dict | list | tuple)):
+        yield from _leaves(item, f"{name}.{key}" if name else key)
 
 
 def _short(value: object) -> str:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from native.attention import AttnStep, attn_forward
 from native.kernels import ffn_forward, linear, rmsnorm
-from native.library import NativeError, Pool, address, dispatch_text
+from native.library import NativeError, Pool, dispatch_text
 from services.attention.weights import DenseWeights
+from shared.container.layer_weights import attention_step
 from shared.errors import ContainerError
 from shared.memory.big_memory import Home
 from shared.memory.segments import Segment
@@ -23,7 +23,6 @@ from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned, St
 from shared.messages.drafter import EmbedReady, HeadReady
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
 from shared.messages.router import InputReady, LogitsReady
-from shared.model.kv_layout import kv_layout
 from shared.run.lifecycle import Service, ServiceContext
 from shared.step.counters import Counters
 from shared.step.frame import Frame, FrameSet, frame_dims
@@ -67,24 +66,13 @@ class AttentionService(Service):
         n_rows = len(self._frames.frame(0).token)
         self._x = np.empty((n_rows, spec.hidden), np.float32)
         self._final = np.empty((n_rows, spec.hidden), np.float32)
-        layout = kv_layout(spec, spec.index_kinds, config.kv_dtype, config.n_kv_blocks)
-        kv = address(np.frombuffer(self._kv_segment.buf, np.uint8))
-        self._caches = [
-            (kv + at.latent_offset, None if at.index_offset is None else kv + at.index_offset) for at in layout.layers
-        ]
         # What the kernels index with is copied: after an abort the router fills the frame while this step is being left.
         frame = self._frames.frame(0)
         self._position, self._seq = np.empty_like(frame.position), np.empty_like(frame.seq)
         self._table = np.empty_like(frame.block_table)
         # One set of rows serves all layers of a step; only the cache below it changes.
-        self._rows = AttnStep(
-            kv=kv,
-            index_k=None,
-            kv_format=config.kv_dtype,
-            n_blocks=config.n_kv_blocks,
-            x=self._x,
-            selected=np.empty((n_rows, max(1, spec.index_topk)), np.int32),
-            n_selected=np.full(n_rows, -1, np.int32),
+        self._rows, self._caches = attention_step(
+            spec.main_attention, config.kv_dtype, config.n_kv_blocks, self._x, self._kv_segment.buf
         )
         self._run: StepRun | None = None
         return {"kernels": dispatch_text(), "dense_bytes": str(weights.n_bytes), "memory": weights.describe()}
@@ -176,8 +164,7 @@ class AttentionService(Service):
                 frame.layer_input[:n] = self._x[:n]
                 self._bus.send("router", InputReady(run.plan.step, layer, run.plan.frame, n))
             with self._timer.stage(Stage.ATTENTION, layer):
-                self._rows.kv, self._rows.index_k = self._caches[layer]
-                attn_forward(self._pool, self._weights.layers[layer], self._rows)
+                self._weights.layers[layer].run(self._pool, self._rows, self._caches[layer])
             ffn = self._weights.dense_ffn.get(layer)
             if ffn is None:
                 run.is_waiting = True

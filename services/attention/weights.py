@@ -11,10 +11,11 @@ from native.kernels import Ffn
 from native.matrix import ACT_F32
 from native.memory import HugeBuffer
 from shared.container.format import owner_of
-from shared.container.layer_weights import DensePart, attn_layer_of, ffn_of, matrix_of
+from shared.container.layer_weights import DensePart, ffn_of
 from shared.container.reader import Container, DenseEntry
 from shared.container.table import TableOnDisk, witness
 from shared.memory.big_memory import DENSE, Home, content_of
+from shared.model.tensors import matrix_of
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -38,7 +39,7 @@ class DenseWeights:
             self._table = _table_on_disk(container, home is not None and home.has_complete(DENSE, content_of(content)))
         self._part = DensePart(container, is_wanted, DENSE, home, content)
         tensors = self._part.tensors
-        self.layers = [attn_layer_of(spec, i, tensors) for i in range(spec.n_layers)]
+        self.layers = [a.kernel(f"model.layers.{i}.", tensors) for i, a in enumerate(spec.main_attention)]
         self.dense_ffn: dict[int, Ffn] = {
             i: ffn_of(tensors, f"model.layers.{i}.mlp.") for i in range(spec.n_layers) if spec.layer_kind(i) == "dense"
         }

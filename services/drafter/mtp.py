@@ -9,14 +9,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from native.attention import AttnStep, attn_forward
 from native.kernels import linear, rmsnorm
 from native.library import Pool
 from shared.container.format import owner_of
-from shared.container.layer_weights import DensePart, attn_layer_of, matrix_of
+from shared.container.layer_weights import DensePart, attention_step
 from shared.container.reader import Container
 from shared.memory.big_memory import MTP, Home
-from shared.model.kv_layout import kv_layout
+from shared.model.tensors import matrix_of
 
 F32 = NDArray[np.float32]
 
@@ -40,7 +39,7 @@ class MtpLayer:
         # Its gate is the router's and its shared expert is expert_io's, as with every other layer.
         self._part = DensePart(container, lambda entry: owner_of(entry.name, spec) == "mtp", MTP, home)
         tensors = self._part.tensors
-        self._layer = attn_layer_of(spec, spec.mtp_layer, tensors)
+        self._layer = spec.attention[spec.mtp_layer].kernel(prefix, tensors)
         self._eh_proj = matrix_of(tensors[prefix + "eh_proj.weight"])
         self._enorm, self._hnorm, self._out_norm = (
             tensors[f"{prefix}{name}.weight"].weight for name in ("enorm", "hnorm", "shared_head.norm")
@@ -49,17 +48,7 @@ class MtpLayer:
         self.hidden = np.empty((max_rows, spec.hidden), np.float32)
         self._pair = np.empty((max_rows, 2 * spec.hidden), np.float32)
         self._half = np.empty((max_rows, spec.hidden), np.float32)
-        at = kv_layout(spec, (spec.mtp_index_kind,), kv_dtype, n_blocks).layers[0]
-        kv = np.frombuffer(kv_buf, np.uint8)  # type: ignore[call-overload]
-        self._rows = AttnStep(
-            kv=kv[at.latent_offset :],
-            index_k=None if at.index_offset is None else kv[at.index_offset :],
-            kv_format=kv_dtype,
-            n_blocks=n_blocks,
-            x=self.x,
-            selected=np.empty((max_rows, max(1, spec.index_topk)), np.int32),
-            n_selected=np.full(max_rows, -1, np.int32),
-        )
+        self._rows, [self._caches] = attention_step(spec.mtp_attention, kv_dtype, n_blocks, self.x, kv_buf)
 
     def attend(
         self,
@@ -78,7 +67,7 @@ class MtpLayer:
         pair[:, d:] = half
         linear(self._pool, self._eh_proj, pair, self.x[:n])
         self._rows.set_rows(n, position, seq, block_table, self.hidden)
-        attn_forward(self._pool, self._layer, self._rows)
+        self._layer.run(self._pool, self._rows, self._caches)
 
     def finish(self, rows: NDArray[np.int32], mixed: F32, out: F32) -> None:
         """x of ``rows`` plus mixed f32[n, D], normed into out f32[n, D]: what the head reads and the next draft is fed."""

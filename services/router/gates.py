@@ -10,10 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from native.kernels import Gate, rmsnorm
+from native.kernels import rmsnorm
 from native.library import Pool
-from native.matrix import ACT_F32
-from shared.container.layer_weights import DensePart, matrix_of
+from shared.container.layer_weights import DensePart
 from shared.container.reader import Container
 from shared.memory.big_memory import GATES, Home
 from shared.model.spec import ModelSpec
@@ -24,8 +23,8 @@ def gate_names(spec: ModelSpec) -> list[str]:
     names = []
     for layer in spec.moe_layers:
         prefix = f"model.layers.{layer}."
-        names += [prefix + "mlp.gate.weight", prefix + "mlp.gate.e_score_correction_bias"]
-        names.append(prefix + "post_attention_layernorm.weight")
+        names += [prefix + tensor.name for tensor in spec.gate.tensors(spec.hidden)]
+        names.append(prefix + spec.attention[layer].hidden_norm)
     return names
 
 
@@ -41,29 +40,15 @@ class GateSet:
         self._pool = pool
         self._pilot = pilot
         self._pilot_rows = pilot_rows
-        self._gates = {layer: self._gate(layer) for layer in spec.moe_layers}
+        self._gates = {layer: spec.gate.kernel(f"model.layers.{layer}.", self._tensors) for layer in spec.moe_layers}
         self._next = {a: b for a, b in zip(spec.moe_layers, spec.moe_layers[1:], strict=False) if b < spec.n_layers}
         self._ratio = {layer: self._norm(after) / _nonzero(self._norm(layer)) for layer, after in self._next.items()}
         # Guesses at random are for tests: text must not change (promise 1).
         self._random = np.random.default_rng(1)
 
-    def _gate(self, layer: int) -> Gate:
-        spec = self._spec
-        prefix = f"model.layers.{layer}.mlp.gate."
-        weight = self._tensors[prefix + "weight"]
-        bias = self._tensors[prefix + "e_score_correction_bias"].weight
-        return Gate(
-            matrix_of(weight, ACT_F32),
-            bias,
-            spec.gate_k,
-            spec.n_group,
-            spec.topk_group,
-            spec.norm_topk,
-            spec.routed_scaling,
-        )
-
     def _norm(self, layer: int) -> NDArray[np.float32]:
-        return self._tensors[f"model.layers.{layer}.post_attention_layernorm.weight"].weight
+        """Of the norm that makes the state which the layer's gate reads."""
+        return self._tensors[f"model.layers.{layer}.{self._spec.attention[layer].hidden_norm}"].weight
 
     def choose(
         self, layer: int, hidden: NDArray[np.float32], ids: NDArray[np.int32], weights: NDArray[np.float32]

@@ -14,6 +14,7 @@ import msgspec
 from shared.container.pack import FORMATS, scale_bytes, weight_bytes
 from shared.errors import ContainerError
 from shared.model.spec import ModelSpec
+from shared.model.tensors import PlannedTensor, Source, planned_matrix, planned_vector
 
 FORMAT_VERSION = 1
 INDEX_NAME = "colibri.json"
@@ -109,7 +110,10 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class DenseItem(msgspec.Struct, frozen=True):
-    """One tensor of the dense part. ``kind``: "matrix" (tile16), "table" (row-major, the embedding) or "vector" (f32)."""
+    """One tensor of the dense part. ``kind``: "matrix" (tile16), "table" (row-major, the embedding) or "vector" (f32).
+
+    ``source``: what of the checkpoint it is made from; None: the tensor of the same name, as it is.
+    """
 
     name: str
     kind: str
@@ -117,6 +121,7 @@ class DenseItem(msgspec.Struct, frozen=True):
     format: str
     shape: tuple[int, ...]
     stack: int = 1
+    source: Source | None = None
 
     @property
     def stored(self) -> tuple[Stored, ...]:
@@ -238,50 +243,31 @@ def plan_dense_items(spec: ModelSpec, precision: Mapping[str, str]) -> list[Dens
 def _plan_layer(spec: ModelSpec, precision: Mapping[str, str], layer: int) -> Iterator[DenseItem]:
     is_mtp = layer >= spec.n_layers
     prefix = f"model.layers.{layer}."
+    for tensor in _layer_tensors(spec, layer):
+        role = "mtp" if is_mtp and tensor.role != "exact" else tensor.role
+        fmt = "f32" if tensor.kind == "vector" else precision[role]
+        source = tensor.source and msgspec.structs.replace(tensor.source, name=prefix + tensor.source.name)
+        yield DenseItem(prefix + tensor.name, tensor.kind, role, fmt, tensor.shape, tensor.stack, source)
 
-    def matrix(name: str, role: str, out: int, in_: int, stack: int = 1) -> DenseItem:
-        role = "mtp" if is_mtp and role != "exact" else role
-        return DenseItem(f"{prefix}{name}.weight", "matrix", role, precision[role], (out, in_), stack)
 
-    def vector(name: str, n: int) -> DenseItem:
-        return DenseItem(prefix + name, "vector", "exact", "f32", (n,))
-
+def _layer_tensors(spec: ModelSpec, layer: int) -> Iterator[PlannedTensor]:
+    is_mtp, hidden = layer >= spec.n_layers, spec.hidden
     if is_mtp:
-        yield vector("enorm.weight", spec.hidden)
-        yield vector("hnorm.weight", spec.hidden)
-        yield matrix("eh_proj", "mtp", spec.hidden, 2 * spec.hidden)
-    yield vector("input_layernorm.weight", spec.hidden)
-    if spec.q_lora_rank is None:
-        yield matrix("self_attn.q_proj", "attention", spec.n_heads * spec.qk_head, spec.hidden)
-    else:
-        yield matrix("self_attn.q_a_proj", "attention", spec.q_lora_rank, spec.hidden)
-        yield vector("self_attn.q_a_layernorm.weight", spec.q_lora_rank)
-        yield matrix("self_attn.q_b_proj", "attention", spec.n_heads * spec.qk_head, spec.q_lora_rank)
-    yield matrix("self_attn.kv_a_proj_with_mqa", "attention", spec.latent, spec.hidden)
-    yield vector("self_attn.kv_a_layernorm.weight", spec.kv_lora_rank)
-    yield matrix("self_attn.k_b", "attention", spec.kv_lora_rank, spec.qk_nope, stack=spec.n_heads)
-    yield matrix("self_attn.v_b", "attention", spec.v_head, spec.kv_lora_rank, stack=spec.n_heads)
-    yield matrix("self_attn.o_proj", "attention", spec.hidden, spec.n_heads * spec.v_head)
-    if spec.index_kind(layer) == "full":
-        yield matrix(
-            "self_attn.indexer.wq_b", "attention", spec.index_heads * spec.index_dim, spec.q_lora_rank or spec.hidden
-        )
-        yield matrix("self_attn.indexer.wk", "attention", spec.index_dim, spec.hidden)
-        yield matrix("self_attn.indexer.weights_proj", "exact", spec.index_heads, spec.hidden)
-        yield vector("self_attn.indexer.k_norm.weight", spec.index_dim)
-        yield vector("self_attn.indexer.k_norm.bias", spec.index_dim)
-    yield vector("post_attention_layernorm.weight", spec.hidden)
+        yield planned_vector("enorm.weight", hidden)
+        yield planned_vector("hnorm.weight", hidden)
+        yield planned_matrix("eh_proj", "mtp", hidden, 2 * hidden)
+    yield from spec.attention[layer].tensors()
     if spec.layer_kind(layer) == "dense":
         ffn, inner = "mlp", spec.dense_inner
     else:
-        yield matrix("mlp.gate", "exact", spec.n_experts, spec.hidden)
-        yield vector("mlp.gate.e_score_correction_bias", spec.n_experts)
+        yield from spec.gate.tensors(hidden)
         ffn, inner = "mlp.shared_experts", spec.shared_inner
-    yield matrix(f"{ffn}.gate_proj", "shared", inner, spec.hidden)
-    yield matrix(f"{ffn}.up_proj", "shared", inner, spec.hidden)
-    yield matrix(f"{ffn}.down_proj", "shared", spec.hidden, inner)
+    if inner:
+        yield planned_matrix(f"{ffn}.gate_proj", "shared", inner, hidden)
+        yield planned_matrix(f"{ffn}.up_proj", "shared", inner, hidden)
+        yield planned_matrix(f"{ffn}.down_proj", "shared", hidden, inner)
     if is_mtp:
-        yield vector("shared_head.norm.weight", spec.hidden)
+        yield planned_vector("shared_head.norm.weight", hidden)
 
 
 def plan_container(

@@ -5,21 +5,23 @@ Names are the container's (docs/container.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from native.attention import AttnLayer
+from native.attention import AttnStep
 from native.kernels import Ffn, ffn
-from native.matrix import ACT_F32, Matrix, absent_matrix, matrix
+from native.library import NativeError, address
 from shared.memory.big_memory import Home, NamedMemory, PrivateMemory, content_of
 from shared.memory.huge_pages import huge_bytes
+from shared.model.kv_layout import kv_layout
+from shared.model.tensors import matrix_of
 
 if TYPE_CHECKING:
     from shared.container.reader import Container, DenseEntry, Tensor
-    from shared.model.spec import ModelSpec
+    from shared.model.attention.kind import Attention
 
 
 class DensePart:
@@ -72,68 +74,31 @@ class DensePart:
             self._memory.close()
 
 
-# Hard-coded in every implementation of the indexer (specs of the checkpoints, LayerNorm of its keys).
-INDEX_NORM_EPS = 1e-6
-
-
-def matrix_of(tensor: Tensor, act: int | None = None) -> Matrix:
-    """The kernels' view of one stored matrix, or of a stack of them."""
-    out, in_ = tensor.shape
-    return matrix(tensor.weight, tensor.scale, tensor.format, out, in_, act)
-
-
 def ffn_of(tensors: Mapping[str, Tensor], prefix: str) -> Ffn:
     """gate, up and down projection below ``prefix`` (a dense layer's ``mlp.`` or ``mlp.shared_experts.``)."""
     return ffn(*(matrix_of(tensors[f"{prefix}{part}_proj.weight"]) for part in ("gate", "up", "down")))
 
 
-def attn_layer_of(spec: ModelSpec, layer: int, tensors: Mapping[str, Tensor]) -> AttnLayer:
-    """The attention half of layer ``layer`` (the MTP layer included): norms, MLA, indexer."""
-    prefix = f"model.layers.{layer}."
-    attn = prefix + "self_attn."
+def attention_step(
+    layers: Sequence[Attention], kv_dtype: str, n_blocks: int, x: NDArray[np.float32], kv: object
+) -> tuple[AttnStep, list[tuple[int, ...]]]:
+    """The rows of a step for these layers over x f32[N, D], and each layer's caches as kernels are given them.
 
-    def vector(name: str) -> NDArray[np.float32]:
-        return tensors[name].weight
-
-    def weight(name: str, act: int | None = None) -> Matrix:
-        return matrix_of(tensors[f"{attn}{name}.weight"], act)
-
-    has_lora = spec.q_lora_rank is not None
-    kind = spec.index_kind(layer)
-    owns_indexer = kind == "full"
-    return AttnLayer(
-        hidden=spec.hidden,
-        n_heads=spec.n_heads,
-        q_rank=spec.q_lora_rank or 0,
-        kv_rank=spec.kv_lora_rank,
-        nope=spec.qk_nope,
-        rope=spec.qk_rope,
-        v_dim=spec.v_head,
-        rope_interleave=spec.rope_interleave,
-        rms_eps=spec.rms_eps,
-        latent_eps=spec.latent_eps,
-        softmax_scale=spec.softmax_scale,
-        index_kind=kind,
-        index_heads=spec.index_heads,
-        index_dim=spec.index_dim,
-        index_topk=spec.index_topk,
-        index_rope_interleave=spec.index_rope_interleave,
-        inv_freq=np.array(spec.inv_freq(), np.float32),
-        rope_amplitude=spec.rope_amplitude,
-        index_norm_eps=INDEX_NORM_EPS,
-        input_norm=vector(prefix + "input_layernorm.weight"),
-        q_a_norm=vector(attn + "q_a_layernorm.weight") if has_lora else None,
-        kv_a_norm=vector(attn + "kv_a_layernorm.weight"),
-        post_norm=vector(prefix + "post_attention_layernorm.weight"),
-        q_a=weight("q_a_proj") if has_lora else absent_matrix(),
-        q_b=weight("q_b_proj" if has_lora else "q_proj"),
-        kv_a=weight("kv_a_proj_with_mqa"),
-        k_b=weight("k_b"),
-        v_b=weight("v_b"),
-        o=weight("o_proj"),
-        index_wq_b=weight("indexer.wq_b") if owns_indexer else absent_matrix(),
-        index_wk=weight("indexer.wk") if owns_indexer else absent_matrix(),
-        index_weights=weight("indexer.weights_proj", ACT_F32) if owns_indexer else absent_matrix(),
-        index_k_norm_w=vector(attn + "indexer.k_norm.weight") if owns_indexer else None,
-        index_k_norm_b=vector(attn + "indexer.k_norm.bias") if owns_indexer else None,
+    ``kv``: the buffer of the layers' KV segment; NativeError when it is too small for ``n_blocks`` blocks.
+    """
+    layout = kv_layout(layers, kv_dtype, n_blocks)
+    buffer = np.frombuffer(kv, np.uint8)  # type: ignore[call-overload]
+    if buffer.nbytes < layout.total_bytes:
+        raise NativeError(f"KV segment: {buffer.nbytes:,} bytes, {n_blocks} blocks need {layout.total_bytes:,}")
+    start = address(buffer)
+    n_rows, n_selected = len(x), max(layer.n_selected for layer in layers)
+    step = AttnStep(
+        kv=start,
+        index_k=None,
+        kv_format=kv_dtype,
+        n_blocks=n_blocks,
+        x=x,
+        selected=np.empty((n_rows, max(1, n_selected)), np.int32),
+        n_selected=np.full(n_rows, -1, np.int32),
     )
+    return step, [tuple(start + offset for offset in layer.rows) for layer in layout.layers]

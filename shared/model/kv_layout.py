@@ -1,29 +1,42 @@
-"""Where each layer's cached latents and index keys lie in the KV segments. Pure; used by all who attach or plan them.
+"""Where each layer's cached rows and sequence states lie in the KV segments. Pure; used by all who attach or plan them.
 
-Blocks hold ``KV_BLOCK`` positions. The latent cache of a layer is ``[n_blocks][KV_BLOCK][kv_lora_rank + qk_rope]``; a
-layer that owns an indexer has ``[n_blocks][KV_BLOCK][index_dim]`` behind it. A sequence's block table names the same
-block numbers in every layer and in the MTP layer's own segment.
+Blocks hold ``KV_BLOCK`` positions. What a layer caches of every position (``Attention.rows``) is
+``[n_blocks][KV_BLOCK][n_values]`` in the KV format, one behind the other; a sequence's block table names the same block
+numbers in every layer and in the MTP layer's own segment. Of a layer with a state per sequence, behind its rows, lie
+``[sequences + snapshots][n_values]`` f32 and ``[sequences][drafts][draft_values]`` f32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shared.model.spec import ModelSpec
+    from shared.model.attention.kind import Attention
 
 KV_BLOCK = 64
 KV_ITEM_BYTES = {"f32": 4, "bf16": 2}
 _ALIGN = 4096
+_STATE_ITEM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StatePlaces:
+    """How many states a segment holds: one per open sequence, ``n_drafts`` records of each for drafts, and snapshots."""
+
+    n_sequences: int = 0
+    n_drafts: int = 0
+    n_snapshots: int = 0
 
 
 @dataclass(frozen=True)
 class LayerKv:
-    """Byte offsets of one layer in its segment; ``index_offset`` is None where the layer owns no indexer."""
+    """Byte offsets of one layer in its segment: one per entry of ``Attention.rows``; None where it keeps no state."""
 
-    latent_offset: int
-    index_offset: int | None
+    rows: tuple[int, ...]
+    state: int | None = None
+    drafts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,29 +48,29 @@ class KvLayout:
     total_bytes: int
 
 
-def token_bytes(spec: ModelSpec, index_kinds: tuple[str, ...], kv_dtype: str) -> int:
-    """Bytes that one cached position takes over the layers whose indexer kinds are given."""
-    item = KV_ITEM_BYTES[kv_dtype]
-    latent = (spec.kv_lora_rank + spec.qk_rope) * item
-    return sum(latent + (spec.index_dim * item if kind == "full" else 0) for kind in index_kinds)
+def kv_layout(
+    layers: Sequence[Attention], kv_dtype: str, n_blocks: int, states: StatePlaces = StatePlaces()
+) -> KvLayout:
+    """The segment of these layers (``spec.main_attention``, or ``spec.mtp_attention``)."""
+    end = 0
 
+    def place(n_bytes: int) -> int:
+        nonlocal end
+        start, end = end, end + _aligned(n_bytes)
+        return start
 
-def kv_layout(spec: ModelSpec, index_kinds: tuple[str, ...], kv_dtype: str, n_blocks: int) -> KvLayout:
-    """The segment for layers with these indexer kinds (``spec.index_kinds``, or the MTP layer's alone)."""
-    item = KV_ITEM_BYTES[kv_dtype]
-    latent_bytes = _aligned(n_blocks * KV_BLOCK * (spec.kv_lora_rank + spec.qk_rope) * item)
-    index_bytes = _aligned(n_blocks * KV_BLOCK * spec.index_dim * item)
-    layers = []
-    offset = 0
-    for kind in index_kinds:
-        latent_offset = offset
-        offset += latent_bytes
-        index_offset = None
-        if kind == "full":
-            index_offset = offset
-            offset += index_bytes
-        layers.append(LayerKv(latent_offset, index_offset))
-    return KvLayout(tuple(layers), n_blocks, max(offset, _ALIGN))
+    found = []
+    for attention in layers:
+        item = KV_ITEM_BYTES[kv_dtype]
+        rows = tuple(place(n_blocks * KV_BLOCK * part.n_values * item) for part in attention.rows)
+        state = drafts = None
+        if attention.state is not None:
+            n_states = states.n_sequences + states.n_snapshots
+            state = place(n_states * attention.state.n_values * _STATE_ITEM_BYTES)
+            n_records = states.n_sequences * states.n_drafts
+            drafts = place(n_records * attention.state.draft_values * _STATE_ITEM_BYTES)
+        found.append(LayerKv(rows, state, drafts))
+    return KvLayout(tuple(found), n_blocks, max(end, _ALIGN))
 
 
 def blocks_for(n_positions: int) -> int:

@@ -250,12 +250,10 @@ def _ledger(
     def kv_lines(context: int) -> list[Line]:
         n_blocks = n_sequences * blocks_for(context)
         what = f"KV of {n_sequences} sequences x {context:,} tokens, {settings.kv_dtype}"
-        lines = [Line(SHARED, what, kv_layout(spec, spec.index_kinds, settings.kv_dtype, n_blocks).total_bytes)]
+        lines = [Line(SHARED, what, kv_layout(spec.main_attention, settings.kv_dtype, n_blocks).total_bytes)]
         if n_drafts:
-            kinds = (spec.mtp_index_kind,)
-            lines.append(
-                Line(SHARED, "KV of the MTP layer", kv_layout(spec, kinds, settings.kv_dtype, n_blocks).total_bytes)
-            )
+            size = kv_layout(spec.mtp_attention, settings.kv_dtype, n_blocks).total_bytes
+            lines.append(Line(SHARED, "KV of the MTP layer", size))
         return lines
 
     def work_lines(context: int, chunk: int) -> list[Line]:
@@ -388,19 +386,13 @@ def change_budget(
 def attention_work_bytes(spec: ModelSpec, rows: int, context: int, n_threads: int) -> int:
     """What attention (or the drafter) needs beside the weights while ``rows`` rows go through a layer.
 
-    Kept per row: residual, final, selection, quantised input. The kernels work in tiles of at most 128 rows (attention) and
-    256 rows (FFN); index scores take at most 16 MiB or those of 4 rows.
+    Kept per row: residual, final, selection, quantised input. Attention's scratch is what its kind says; the FFN works in
+    tiles of at most 256 rows.
     """
-    per_row = 4 * (2 * spec.hidden + spec.index_topk) + 2 * spec.hidden
-    heads = spec.n_heads * (max(spec.qk_head, spec.v_head) + spec.kv_lora_rank)
-    per_tile_row = 4 * (
-        heads + (spec.q_lora_rank or 0) + spec.latent + spec.index_heads * spec.index_dim + spec.index_dim
-    )
-    per_tile_row += 2 * spec.n_heads * spec.v_head
+    per_row = 4 * (2 * spec.hidden + spec.n_selected) + 2 * spec.hidden
     per_ffn_row = 4 * 2 * spec.dense_inner + 2 * spec.dense_inner
-    scores = max(min(16 * MIB, 4 * min(rows, 128) * context), 4 * 4 * context) if spec.index_topk else 0
-    thread_room = n_threads * 4 * 64 * (spec.latent + 64 * 4)
-    return rows * per_row + min(rows, 128) * per_tile_row + min(rows, 256) * per_ffn_row + scores + thread_room
+    scratch = max(attention.work_bytes(rows, context, n_threads) for attention in set(spec.attention))
+    return rows * per_row + min(rows, 256) * per_ffn_row + scratch
 
 
 def _slot_bytes(record: int) -> int:

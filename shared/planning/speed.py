@@ -72,8 +72,4 @@ def covering_chunk(spec: ModelSpec, facts: Facts, disk_bytes_s: float, ops_s: fl
 def _weights_per_row(spec: ModelSpec) -> int:
     """Weights that a row is multiplied with in one MoE layer: its experts, the shared ones, the attention's projections."""
     experts = 3 * spec.hidden * (spec.gate_k * spec.expert_inner + spec.shared_inner)
-    queries = spec.n_heads * spec.qk_head
-    rank = spec.q_lora_rank
-    attention = spec.hidden * queries if rank is None else rank * (spec.hidden + queries)
-    attention += spec.hidden * spec.latent + spec.n_heads * spec.kv_lora_rank * (spec.qk_nope + spec.v_head)
-    return experts + attention + spec.n_heads * spec.v_head * spec.hidden
+    return experts + spec.attention[spec.moe_layers[0]].weights_per_row

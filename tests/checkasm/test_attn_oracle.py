@@ -11,6 +11,7 @@ import pytest
 from conversion.checkpoint import Checkpoint
 from native.attention import AttnLayer
 from native.library import Pool
+from shared.model.attention.latent import Latent
 from shared.model.spec import ModelSpec
 from tests.checkasm.attn_cases import Cache, Dims, Result, packed, run
 
@@ -23,13 +24,17 @@ def weights(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return np.ascontiguousarray(checkpoint.rows(name), np.float32)
 
 
+def index_kind(mla: Latent) -> str:
+    return "none" if mla.indexer is None else "full" if mla.owns_indexer else "shared"
+
+
 def attn_struct(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> AttnLayer:
     """One layer straight from the checkpoint's tensors, in f32."""
     prefix = f"model.layers.{layer}."
     attn = prefix + "self_attn."
-    kv_b = weights(checkpoint, attn + "kv_b_proj.weight").reshape(
-        spec.n_heads, spec.qk_nope + spec.v_head, spec.kv_lora_rank
-    )
+    mla = spec.attention[layer]
+    block = mla.nope + mla.v_dim
+    kv_b = weights(checkpoint, attn + "kv_b_proj.weight").reshape(mla.n_heads, block, mla.kv_rank)
 
     def matrix_named(name: str) -> object:
         return packed(weights(checkpoint, f"{attn}{name}.weight"), "f32")
@@ -38,8 +43,15 @@ def attn_struct(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> AttnLaye
         return weights(checkpoint, name).reshape(-1)
 
     index = {}
-    if spec.index_kinds[layer] == "full":
+    if mla.indexer:
         index = {
+            "index_heads": mla.indexer.n_heads,
+            "index_dim": mla.indexer.dim,
+            "index_topk": mla.indexer.topk,
+            "index_rope_interleave": int(mla.indexer.rope.is_interleaved),
+        }
+    if mla.owns_indexer:
+        index |= {
             "index_wq_b": matrix_named("indexer.wq_b"),
             "index_wk": matrix_named("indexer.wk"),
             "index_weights": matrix_named("indexer.weights_proj"),
@@ -47,17 +59,15 @@ def attn_struct(checkpoint: Checkpoint, spec: ModelSpec, layer: int) -> AttnLaye
             "index_k_norm_b": vector(attn + "indexer.k_norm.bias"),
         }
     return AttnLayer(
-        hidden=spec.hidden, n_heads=spec.n_heads, q_rank=spec.q_lora_rank or 0, kv_rank=spec.kv_lora_rank,
-        nope=spec.qk_nope, rope=spec.qk_rope, v_dim=spec.v_head, rope_interleave=int(spec.rope_interleave),
-        rms_eps=spec.rms_eps, latent_eps=LATENT_EPS, softmax_scale=spec.softmax_scale,
-        index_kind=spec.index_kinds[layer], index_heads=spec.index_heads or 0, index_dim=spec.index_dim or 0,
-        index_topk=spec.index_topk or 0, index_rope_interleave=int(spec.index_rope_interleave),
-        inv_freq=np.array(spec.inv_freq(), np.float32), rope_amplitude=spec.rope_amplitude, index_norm_eps=1e-6,
+        hidden=spec.hidden, n_heads=mla.n_heads, q_rank=mla.q_rank or 0, kv_rank=mla.kv_rank, nope=mla.nope,
+        rope=mla.rope.dim, v_dim=mla.v_dim, rope_interleave=int(mla.rope.is_interleaved), rms_eps=spec.rms_eps,
+        latent_eps=LATENT_EPS, softmax_scale=mla.softmax_scale, index_kind=index_kind(mla),
+        inv_freq=np.array(mla.rope.inv_freq(), np.float32), rope_amplitude=mla.rope.amplitude, index_norm_eps=1e-6,
         input_norm=vector(prefix + "input_layernorm.weight"), q_a_norm=vector(attn + "q_a_layernorm.weight"),
         kv_a_norm=vector(attn + "kv_a_layernorm.weight"), post_norm=vector(prefix + "post_attention_layernorm.weight"),
         q_a=matrix_named("q_a_proj"), q_b=matrix_named("q_b_proj"), kv_a=matrix_named("kv_a_proj_with_mqa"),
-        k_b=packed(np.ascontiguousarray(kv_b[:, : spec.qk_nope].transpose(0, 2, 1)), "f32"),
-        v_b=packed(np.ascontiguousarray(kv_b[:, spec.qk_nope :]), "f32"), o=matrix_named("o_proj"), **index,
+        k_b=packed(np.ascontiguousarray(kv_b[:, : mla.nope].transpose(0, 2, 1)), "f32"),
+        v_b=packed(np.ascontiguousarray(kv_b[:, mla.nope :]), "f32"), o=matrix_named("o_proj"), **index,
     )  # fmt: skip
 
 
@@ -94,10 +104,11 @@ def test_every_layer_of_the_trace(family: str, chunk: int) -> None:
         position = np.arange(n)
         selection: Result | None = None
         for layer in range(spec.n_layers):
-            kind = spec.index_kinds[layer]
+            mla = spec.attention[layer]
+            kind, index = index_kind(mla), mla.indexer
             dims = Dims(
-                hidden=spec.hidden, n_heads=spec.n_heads, kv_rank=spec.kv_lora_rank, rope=spec.qk_rope, index_kind=kind,
-                index_dim=spec.index_dim or 1, index_topk=spec.index_topk or 1,
+                hidden=spec.hidden, n_heads=mla.n_heads, kv_rank=mla.kv_rank, rope=mla.rope.dim, index_kind=kind,
+                index_dim=index.dim if index else 1, index_topk=index.topk if index else 1,
             )  # fmt: skip
             x = trace[f"resid_{layer:02d}"].astype(np.float32)
             with Pool(2) as pool:

@@ -95,9 +95,10 @@ def test_container_holds_every_weight(converted: Converted, name: str, precision
         found = plain_values(tensor)
         if key.endswith(("k_b.weight", "v_b.weight")):
             origin = key.rsplit(".", 2)[0] + ".kv_b_proj.weight"
-            heads = source[origin].reshape(spec.n_heads, spec.qk_nope + spec.v_head, spec.kv_lora_rank)
+            mla = spec.attention[0]
+            heads = source[origin].reshape(mla.n_heads, mla.nope + mla.v_dim, mla.kv_rank)
             is_k = key.endswith("k_b.weight")
-            wanted = [head[: spec.qk_nope].T if is_k else head[spec.qk_nope :] for head in heads]
+            wanted = [head[: mla.nope].T if is_k else head[mla.nope :] for head in heads]
             for stored, plain in zip(found, wanted, strict=True):
                 assert np.array_equal(stored, quantised(np.ascontiguousarray(plain), tensor.format)), key
             used.add(origin)

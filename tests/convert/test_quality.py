@@ -159,7 +159,7 @@ def test_another_model_is_refused_with_both_names(converted: Converted, tmp_path
     config["rope_theta"] = 12345.0
     config.pop("rope_parameters", None)
     (wider / "config.json").write_text(json.dumps(config))
-    assert "rope_theta" in fails(model, "--against", wider)
+    assert "rope.theta" in fails(model, "--against", wider)
 
 
 def test_what_can_not_be_compared_is_said_in_a_sentence(converted: Converted, tmp_path: Path) -> None:

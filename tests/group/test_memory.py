@@ -189,8 +189,8 @@ def test_bytes_per_token_of_context(start_group: Callable[..., Group], tmp_path:
     Synthesis(config, "int4").run(tmp_path / "model")
     group = start_group(tmp_path / "model", draft="off", max_sequences=1, max_context=8192 + 64)
     spec = make_plan(Settings(model=str(tmp_path / "model")), tmp_path, 0).spec
-    n_indexers = sum(kind == "full" for kind in spec.index_kinds)
-    per_token = 2 * (spec.n_layers * (spec.kv_lora_rank + spec.qk_rope) + n_indexers * spec.index_dim)
+    mla = spec.main_attention
+    per_token = 2 * sum(a.kv_rank + a.rope.dim + (a.indexer.dim if a.owns_indexer else 0) for a in mla)
     touched, own = [], []
     for n_tokens in lengths:
         group.tokens(topic(n_tokens, n_tokens - 2), 2)

@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from shared.container.plain import dense_values, expert_values
 from shared.container.reader import Container, Tensor, aligned_buffer
+from shared.model.attention.latent import Indexer
+from shared.model.rope import Rope
 from shared.model.spec import ModelSpec
 
 F64 = npt.NDArray[np.float64]
@@ -69,7 +71,7 @@ class Reference:
         self.container = Container.open(path)
         self.spec: ModelSpec = self.container.spec
         self.w = Weights(self.container)
-        self.latent_eps = self.spec.latent_eps if latent_eps is None else latent_eps
+        self.latent_eps = self.spec.attention[0].latent_eps if latent_eps is None else latent_eps
 
     # ---- whole passes ----
 
@@ -130,56 +132,56 @@ class Reference:
     def _attention(
         self, layer: int, h: F64, selection: list[npt.NDArray[np.int64]] | None
     ) -> tuple[F64, list[npt.NDArray[np.int64]] | None]:
-        spec, p = self.spec, f"model.layers.{layer}.self_attn."
-        n_rows, rank = len(h), spec.kv_lora_rank
-        if spec.q_lora_rank is None:
+        mla, p = self.spec.attention[layer], f"model.layers.{layer}.self_attn."
+        n_rows, rank = len(h), mla.kv_rank
+        if mla.q_rank is None:
             q_latent, q = h, h @ self.w[p + "q_proj.weight"].T
         else:
             q_latent = _rms_norm(
                 h @ self.w[p + "q_a_proj.weight"].T, self.w[p + "q_a_layernorm.weight"], self.latent_eps
             )
             q = q_latent @ self.w[p + "q_b_proj.weight"].T
-        q = q.reshape(n_rows, spec.n_heads, spec.qk_head)
+        q = q.reshape(n_rows, mla.n_heads, mla.qk_head)
         kv = h @ self.w[p + "kv_a_proj_with_mqa.weight"].T
         latent = _rms_norm(kv[:, :rank], self.w[p + "kv_a_layernorm.weight"], self.latent_eps)
-        key_rope = self._rope(kv[:, None, rank:], spec.rope_interleave)[:, 0]
-        query_rope = self._rope(q[..., spec.qk_nope :], spec.rope_interleave)
-        folded = np.einsum("hrn,thn->thr", self.w[p + "k_b.weight"], q[..., : spec.qk_nope])
-        if spec.index_kind(layer) == "full":
-            selection = self._select(p + "indexer.", h, q_latent)
-        heads = np.empty((n_rows, spec.n_heads, spec.v_head))
+        key_rope = self._rope(kv[:, None, rank:], mla.rope)[:, 0]
+        query_rope = self._rope(q[..., mla.nope :], mla.rope)
+        folded = np.einsum("hrn,thn->thr", self.w[p + "k_b.weight"], q[..., : mla.nope])
+        if mla.owns_indexer:
+            selection = self._select(mla.indexer, p + "indexer.", h, q_latent)
+        heads = np.empty((n_rows, mla.n_heads, mla.v_dim))
         for row in range(n_rows):
             keys = np.arange(row + 1) if selection is None else selection[row]
-            scores = (folded[row] @ latent[keys].T + query_rope[row] @ key_rope[keys].T) * spec.softmax_scale
+            scores = (folded[row] @ latent[keys].T + query_rope[row] @ key_rope[keys].T) * mla.softmax_scale
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
             weights /= weights.sum(axis=1, keepdims=True)
             heads[row] = np.einsum("hvr,hr->hv", self.w[p + "v_b.weight"], weights @ latent[keys])
         return heads.reshape(n_rows, -1) @ self.w[p + "o_proj.weight"].T, selection
 
-    def _rope(self, x: F64, interleaved: bool) -> F64:
+    def _rope(self, x: F64, rope: Rope) -> F64:
         """x [S, heads, rope] turned by its row's position; interleaved pairs come back de-interleaved."""
         half = x.shape[-1] // 2
-        u, v = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
-        angle = np.arange(len(x))[:, None, None] * np.array(self.spec.inv_freq())
-        cos, sin = np.cos(angle) * self.spec.rope_amplitude, np.sin(angle) * self.spec.rope_amplitude
+        u, v = (x[..., 0::2], x[..., 1::2]) if rope.is_interleaved else (x[..., :half], x[..., half:])
+        angle = np.arange(len(x))[:, None, None] * np.array(rope.inv_freq())
+        cos, sin = np.cos(angle) * rope.amplitude, np.sin(angle) * rope.amplitude
         return np.concatenate([u * cos - v * sin, v * cos + u * sin], axis=-1)
 
-    def _select(self, p: str, h: F64, q_latent: F64) -> list[npt.NDArray[np.int64]]:
+    def _select(self, index: Indexer, p: str, h: F64, q_latent: F64) -> list[npt.NDArray[np.int64]]:
         """For each row the positions its attention may see, ascending: the best index_topk of those up to its own."""
-        spec, n_rows = self.spec, len(h)
-        queries = (q_latent @ self.w[p + "wq_b.weight"].T).reshape(n_rows, spec.index_heads, spec.index_dim)
+        n_rows = len(h)
+        queries = (q_latent @ self.w[p + "wq_b.weight"].T).reshape(n_rows, index.n_heads, index.dim)
         keys = h @ self.w[p + "wk.weight"].T
         keys = keys - keys.mean(axis=1, keepdims=True)
         keys = keys / np.sqrt(np.mean(keys**2, axis=1, keepdims=True) + 1e-6)
         keys = keys * self.w[p + "k_norm.weight"] + self.w[p + "k_norm.bias"]
-        rope, inter = spec.qk_rope, spec.index_rope_interleave
-        queries = np.concatenate([self._rope(queries[..., :rope], inter), queries[..., rope:]], axis=-1)
-        keys = np.concatenate([self._rope(keys[:, None, :rope], inter)[:, 0], keys[:, rope:]], axis=-1)
-        gains = h @ self.w[p + "weights_proj.weight"].T * (spec.index_heads * spec.index_dim) ** -0.5
+        rope = index.rope.dim
+        queries = np.concatenate([self._rope(queries[..., :rope], index.rope), queries[..., rope:]], axis=-1)
+        keys = np.concatenate([self._rope(keys[:, None, :rope], index.rope)[:, 0], keys[:, rope:]], axis=-1)
+        gains = h @ self.w[p + "weights_proj.weight"].T * (index.n_heads * index.dim) ** -0.5
         result = []
         for row in range(n_rows):
             score = gains[row] @ np.maximum(queries[row] @ keys[: row + 1].T, 0.0)
-            best = np.argsort(-score, kind="stable")[: spec.index_topk]
+            best = np.argsort(-score, kind="stable")[: index.topk]
             result.append(np.sort(best))
         return result
 
@@ -204,14 +206,14 @@ class Reference:
         result = []
         for row in range(len(h)):
             chosen = choice[row].copy()
-            if spec.n_group > 1:
-                groups = chosen.reshape(spec.n_group, -1)
+            if spec.gate.n_group > 1:
+                groups = chosen.reshape(spec.gate.n_group, -1)
                 worth = np.sort(groups, axis=1)[:, -2:].sum(axis=1)
-                losers = np.argsort(-worth, kind="stable")[spec.topk_group :]
+                losers = np.argsort(-worth, kind="stable")[spec.gate.topk_group :]
                 groups[losers] = -np.inf
             ids = np.sort(np.argsort(-chosen, kind="stable")[: spec.gate_k])
             weights = score[row][ids]
-            if spec.norm_topk:
+            if spec.gate.norm_topk:
                 weights = weights / (weights.sum() + 1e-20)
-            result.append((ids, weights * spec.routed_scaling))
+            result.append((ids, weights * spec.gate.scaling))
         return result

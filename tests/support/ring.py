@@ -136,12 +136,12 @@ class Ring:
         dims = frame_dims(config, spec)
         sizes = {
             "frames": frame_bytes(dims) * config.n_frames,
-            "kv": kv_layout(spec, spec.index_kinds, config.kv_dtype, config.n_kv_blocks).total_bytes,
+            "kv": kv_layout(spec.main_attention, config.kv_dtype, config.n_kv_blocks).total_bytes,
             "trace": 1 << 20,
             "counters": SEGMENT_BYTES,
         }
         if config.n_drafts:
-            sizes["mtp_kv"] = kv_layout(spec, (spec.mtp_index_kind,), config.kv_dtype, config.n_kv_blocks).total_bytes
+            sizes["mtp_kv"] = kv_layout(spec.mtp_attention, config.kv_dtype, config.n_kv_blocks).total_bytes
         for name, n_bytes in sizes.items():
             Segment.create(run_id, name, n_bytes).close()
         self._rng = random.Random(shuffle) if shuffle is not None else None

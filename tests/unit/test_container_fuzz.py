@@ -60,8 +60,8 @@ def test_config_json(name: str) -> None:
             str(error).encode()  # printable: a lone surrogate in the file must not reach the terminal
             n_refused += 1
         else:
-            assert len(spec.inv_freq()) == spec.qk_rope // 2
-            assert len(spec.index_kinds) == spec.n_layers
+            assert all(len(a.rope.inv_freq()) == a.rope.dim // 2 for a in spec.attention)
+            assert len(spec.attention) == spec.n_layers + spec.n_mtp
     assert n_refused > 500
 
 

@@ -27,6 +27,7 @@ def test_the_wheel_carries_it() -> None:
 def test_it_has_the_shape_it_demonstrates() -> None:
     spec = Container.open(model_dir_of(Settings())).spec
     assert spec.family == "glm_moe_dsa"
-    assert {"full", "shared"} <= set(spec.index_kinds)
-    assert spec.index_topk < spec.max_context, "the indexer must have something to choose from"
+    indexers = [attention.indexer for attention in spec.main_attention]
+    assert {True, False} == {indexer.is_owner for indexer in indexers}
+    assert indexers[0].topk < spec.max_context, "the indexer must have something to choose from"
     assert spec.n_shared == 1 and spec.layer_kinds[0] == "dense"

@@ -59,8 +59,8 @@ def test_every_part_of_the_model_is_in_it() -> None:
     assert facts.shared_bytes in by_owner["expert_io"]
     assert facts.mtp_bytes in by_owner["drafter"]
     assert made.n_slots * made.slot_bytes in by_owner["expert_io"]
-    kv = kv_layout(spec, spec.index_kinds, "bf16", made.n_kv_blocks).total_bytes
-    mtp_kv = kv_layout(spec, (spec.mtp_index_kind,), "bf16", made.n_kv_blocks).total_bytes
+    kv = kv_layout(spec.main_attention, "bf16", made.n_kv_blocks).total_bytes
+    mtp_kv = kv_layout(spec.mtp_attention, "bf16", made.n_kv_blocks).total_bytes
     assert {kv, mtp_kv} <= set(by_owner["shared"])
     assert made.segment_bytes == sum(by_owner["shared"])
     assert {"gateway", "group"} <= set(by_owner)

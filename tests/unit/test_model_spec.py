@@ -25,6 +25,13 @@ def deepseek(name: str = "deepseek_v3", **changes: Any) -> ModelSpec:
     return ModelSpec.from_config({**oracle_config(name), **changes})
 
 
+def kinds(spec: ModelSpec) -> tuple[str, ...]:
+    """Of each layer, the MTP layer last: whether it owns an indexer, shares a selection, or sees all keys."""
+    return tuple(
+        "none" if layer.indexer is None else "full" if layer.indexer.is_owner else "shared" for layer in spec.attention
+    )
+
+
 def without(name: str, *keys: str) -> dict[str, Any]:
     return {key: value for key, value in oracle_config(name).items() if key not in keys}
 
@@ -41,43 +48,46 @@ def refused(config: dict[str, Any], *words: str, generation: dict[str, Any] | No
 def test_glm_5_2() -> None:
     config = preset_config("glm-5.2", 78, has_mtp=True) | {"first_k_dense_replace": 3}
     spec = ModelSpec.from_config(config)
-    assert [i for i, kind in enumerate(spec.index_kinds) if kind == "full"] == list(GLM_5_2_FULL)
-    assert spec.mtp_index_kind == "full"
-    assert spec.softmax_scale == 0.0625
-    assert spec.rope_amplitude == 1.0
-    assert (spec.mtp_layer, spec.qk_head, spec.latent, spec.shared_inner) == (78, 256, 576, 2048)
+    assert [i for i, kind in enumerate(kinds(spec)) if kind == "full"] == [*GLM_5_2_FULL, 78]
+    mla = spec.attention[0]
+    assert mla.softmax_scale == 0.0625
+    assert mla.rope.amplitude == 1.0
+    assert (spec.mtp_layer, mla.qk_head, mla.latent, spec.shared_inner) == (78, 256, 576, 2048)
     assert spec.moe_layers == tuple(range(3, 79))
     assert spec.layer_kinds == ("dense",) * 3 + ("moe",) * 75
-    freq = spec.inv_freq()
+    freq = mla.rope.inv_freq()
     assert len(freq) == 32
     assert freq[0] == 1.0
     assert math.isclose(freq[31], 8e6 ** (-62 / 64))
 
 
 def test_indexer_kinds_by_list_pattern_and_rule_agree() -> None:
-    listed = glm().index_kinds
-    assert listed == ("full", "full", "full", "shared", "shared", "shared", "full", "shared")
-    by_rule = ModelSpec.from_config(without("glm_moe_dsa", "indexer_types")).index_kinds
+    listed = kinds(glm())
+    assert listed == ("full", "full", "full", "shared", "shared", "shared", "full", "shared", "full")
+    by_rule = kinds(ModelSpec.from_config(without("glm_moe_dsa", "indexer_types")))
     assert by_rule == listed
-    by_pattern = ModelSpec.from_config(
-        without("glm_moe_dsa", "indexer_types") | {"index_topk_pattern": "FFFSSSFS"}
-    ).index_kinds
+    by_pattern = kinds(
+        ModelSpec.from_config(without("glm_moe_dsa", "indexer_types") | {"index_topk_pattern": "FFFSSSFS"})
+    )
     assert by_pattern == listed
     no_rule = ModelSpec.from_config(
         without("glm_moe_dsa", "indexer_types", "index_topk_freq", "index_skip_topk_offset")
     )
-    assert set(no_rule.index_kinds) == {"full"}
-    assert set(deepseek("deepseek_v32").index_kinds) == {"full"}
-    assert set(deepseek().index_kinds) == {"none"}
-    assert deepseek().mtp_index_kind == "none"
+    assert set(kinds(no_rule)) == {"full"}
+    assert set(kinds(deepseek("deepseek_v32"))) == {"full"}
+    assert set(kinds(deepseek())) == {"none"}
 
 
 def test_indexer_rope_differs_by_family() -> None:
     """Interleaved in GLM, half-split in DeepSeek-V3.2, unless the config says so itself."""
-    assert ModelSpec.from_config(without("glm_moe_dsa", "indexer_rope_interleave")).index_rope_interleave
-    assert not deepseek("deepseek_v32").index_rope_interleave
-    assert deepseek("deepseek_v32", indexer_rope_interleave=True).index_rope_interleave
-    assert deepseek("deepseek_v32").rope_interleave
+
+    def turns_neighbours(spec: ModelSpec) -> bool:
+        return all(layer.indexer.rope.is_interleaved for layer in spec.attention)
+
+    assert turns_neighbours(ModelSpec.from_config(without("glm_moe_dsa", "indexer_rope_interleave")))
+    assert not turns_neighbours(deepseek("deepseek_v32"))
+    assert turns_neighbours(deepseek("deepseek_v32", indexer_rope_interleave=True))
+    assert deepseek("deepseek_v32").attention[0].rope.is_interleaved
 
 
 def test_both_spellings_of_rope() -> None:
@@ -88,8 +98,8 @@ def test_both_spellings_of_rope() -> None:
     new = ModelSpec.from_config({**config, "rope_parameters": {"rope_theta": 10000, **scaling}})
     assert new == old
     plain = ModelSpec.from_config({**config, "rope_theta": 10000, "rope_scaling": None})
-    assert plain.yarn_factor == 1.0
-    assert plain.softmax_scale == 40**-0.5
+    assert plain.attention[0].rope.yarn_factor == 1.0
+    assert plain.attention[0].softmax_scale == 40**-0.5
 
 
 def test_yarn_of_deepseek_and_kimi() -> None:
@@ -103,28 +113,28 @@ def test_yarn_of_deepseek_and_kimi() -> None:
         "mscale_all_dim": 1.0,
     }
     spec = deepseek(rope_scaling=yarn, **sizes)
-    assert math.isclose(spec.softmax_scale, 0.13523, abs_tol=1e-5)
-    assert spec.rope_amplitude == 1.0
-    freq = spec.inv_freq()
+    assert math.isclose(spec.attention[0].softmax_scale, 0.13523, abs_tol=1e-5)
+    assert spec.attention[0].rope.amplitude == 1.0
+    freq = spec.attention[0].rope.inv_freq()
     base = [10000 ** (-2 * i / 64) for i in range(32)]
     assert freq[0] == base[0]
     assert math.isclose(freq[31], base[31] / 40)
     assert all(b / 40 - 1e-18 <= f <= b for f, b in zip(freq, base, strict=True))
     kimi = deepseek(model_type="kimi_k2", rope_scaling={**yarn, "factor": 32, "beta_fast": 1, "beta_slow": 1}, **sizes)
-    assert math.isclose(kimi.softmax_scale, 0.13086, abs_tol=1e-5)
+    assert math.isclose(kimi.attention[0].softmax_scale, 0.13086, abs_tol=1e-5)
 
 
 def test_yarn_without_mscale_raises_the_amplitude() -> None:
     yarn = {"rope_type": "yarn", "factor": 32, "original_max_position_embeddings": 4096}
     spec = deepseek(rope_scaling=yarn)
-    assert math.isclose(spec.rope_amplitude, 0.1 * math.log(32) + 1)
-    assert spec.softmax_scale == 40**-0.5
-    assert deepseek(rope_scaling={**yarn, "attention_factor": 1.25}).rope_amplitude == 1.25
+    assert math.isclose(spec.attention[0].rope.amplitude, 0.1 * math.log(32) + 1)
+    assert spec.attention[0].softmax_scale == 40**-0.5
+    assert deepseek(rope_scaling={**yarn, "attention_factor": 1.25}).attention[0].rope.amplitude == 1.25
 
 
 def test_latent_eps_defaults_to_rms_eps() -> None:
-    assert glm().latent_eps == 1e-5
-    assert glm(latent_rms_norm_eps=1e-6).latent_eps == 1e-6
+    assert glm().attention[0].latent_eps == 1e-5
+    assert glm(latent_rms_norm_eps=1e-6).attention[0].latent_eps == 1e-6
 
 
 def test_layer_kinds() -> None:
@@ -145,7 +155,7 @@ def test_end_ids_are_the_union_of_both_files() -> None:
 
 
 def test_q_lora_rank_null_is_a_plain_projection() -> None:
-    assert deepseek(q_lora_rank=None).q_lora_rank is None
+    assert deepseek(q_lora_rank=None).attention[0].q_rank is None
 
 
 @pytest.mark.parametrize("name", ORACLES)

@@ -10,7 +10,6 @@ import pytest
 
 from cli.quality.compare import Comparison
 from cli.quality.errors import ErrorReport, tensor_error
-from cli.quality.forward import select
 from cli.quality.schemes import SCHEMES, candidate_lanes, round_activations
 from cli.quality.text import cut, default_text, read_documents
 from native.kernels import linear
@@ -19,6 +18,7 @@ from native.matrix import ACT_F32, ACT_Q8, matrix
 from shared.container.pack import pack_matrix, scale_bytes, unpack_matrix, weight_bytes
 from shared.container.reader import aligned_buffer
 from shared.errors import ConfigError
+from shared.model.attention.latent import select
 
 
 def softmax(z: np.ndarray) -> np.ndarray:

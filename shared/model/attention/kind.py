@@ -1,0 +1,142 @@
+"""What a layer's attention must be able to say of itself, whatever its kind.
+
+A kind is one module with one ``Attention``: its tensors, what it keeps in memory, what it costs, the kernel's struct, and
+the same arithmetic in numpy. The rest of the engine knows this class alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from native.attention import AttnStep
+from native.library import Pool
+from shared.model.tensors import F32, PlannedTensor, Tensors
+
+
+class PositionRows(msgspec.Struct, frozen=True):
+    """Something that a layer caches of every position, in blocks of KV_BLOCK positions and in the KV format."""
+
+    name: str
+    n_values: int
+
+
+class SequenceState(msgspec.Struct, frozen=True):
+    """Something that a layer keeps of every open sequence, however long it is: f32 values that each token rewrites.
+
+    It can't be cut as rows can. A rejected draft is undone from the state before the drafts: ``draft_values`` of each
+    drafted position are kept until it is verified, and the accepted updates are done again from them, with the bits of
+    plain decoding. A shared prefix or a fork needs a snapshot, an exact copy of ``n_values`` taken at its end.
+    """
+
+    name: str
+    n_values: int
+    draft_values: int = 0
+
+
+class AttentionKernel(Protocol):
+    """One layer's weights as native structs."""
+
+    def run(self, pool: Pool, step: AttnStep, caches: Sequence[int]) -> None:
+        """x += attention(norm(x)) and hidden = norm(x) for the rows of ``step``.
+
+        ``caches``: addresses, one per entry of ``Attention.rows``.
+        """
+
+
+class Lanes(Protocol):
+    """The numpy forward pass of several roundings of a model at once: a list has one f32 array per lane.
+
+    Rows are positions of independent sequences, one after the other.
+    """
+
+    positions: NDArray[np.int64]
+    spans: Sequence[slice[int, int, Any]]
+    """The rows of each sequence."""
+    carried: dict[str, Any]
+    """What a layer leaves for later ones, by name."""
+
+    def linear(self, name: str, inputs: Sequence[F32]) -> list[F32]:
+        """x f32[T, in] times W^T."""
+
+    def per_head(self, name: str, inputs: Sequence[F32]) -> list[F32]:
+        """x f32[T, H, in] through a stack of H matrices: f32[T, H, out]."""
+
+    def norm(self, name: str, rows: Sequence[F32], eps: float) -> list[F32]:
+        """RMSNorm over the last axis."""
+
+    def vectors(self, name: str) -> list[F32]:
+        """A vector of each lane."""
+
+    def cached(self, rows: Sequence[F32]) -> list[F32]:
+        """What each lane's KV cache keeps of these rows."""
+
+
+class Attention(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer's attention, from the norm before it to the norm after it (``hidden``, what experts and gate read)."""
+
+    hidden: int
+    rms_eps: float
+
+    def tensors(self) -> Iterator[PlannedTensor]:
+        """In the order in which they are stored."""
+        raise NotImplementedError
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint's tensor ``name`` (below the layer) may be left out: this layer makes no use of it."""
+        return False
+
+    @property
+    def hidden_norm(self) -> str:
+        """The tensor (below the layer) whose norm makes ``hidden``."""
+        return "post_attention_layernorm.weight"
+
+    @property
+    def rows(self) -> tuple[PositionRows, ...]:
+        """What is cached of every position."""
+        return ()
+
+    @property
+    def state(self) -> SequenceState | None:
+        """What is kept of every sequence, when there is such a thing."""
+        return None
+
+    @property
+    def n_selected(self) -> int:
+        """Key positions of a row that are handed from layer to layer; 0: none."""
+        return 0
+
+    @property
+    def weights_per_row(self) -> int:
+        """Weights that a row is multiplied with: two operations each."""
+        raise NotImplementedError
+
+    def work_bytes(self, n_rows: int, context: int, n_threads: int) -> int:
+        """Scratch of the kernel while ``n_rows`` rows go through, without residual stream and quantised input."""
+        raise NotImplementedError
+
+    def kernel(self, prefix: str, tensors: Tensors) -> AttentionKernel:
+        """``prefix``: of the layer's tensors, ``model.layers.L.``."""
+        raise NotImplementedError
+
+    def forward(self, lanes: Lanes, prefix: str, h: Sequence[F32]) -> list[F32]:
+        """The kernel's arithmetic in numpy: normed rows f32[T, D] in, what joins the residual stream out."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """For people, without the layer's place."""
+        raise NotImplementedError
+
+
+def causal(lanes: Lanes, window: int = 0) -> list[NDArray[np.bool_]]:
+    """Per sequence, which keys each row may see: [rows, keys]; ``window`` keys at most, its own included (0: all)."""
+    found = []
+    for span in lanes.spans:
+        n = span.stop - span.start
+        seen = np.tri(n, dtype=np.bool_)
+        found.append(seen & ~np.tri(n, k=-window, dtype=np.bool_) if window else seen)
+    return found
