@@ -1,4 +1,4 @@
-"""A conversation as clients send it, checked and brought into the one form that templates get. Pure. Runs in the gateway."""
+"""A conversation as clients send it, checked; the checkpoint's template gets it as it is. Pure. Runs in the gateway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import Struct
 from services.gateway.errors import invalid, short
 from services.gateway.json_body import convert, decode_text
 
-MAX_MESSAGES: Final = 1_000_000
+MAX_MESSAGES: Final = 1 << 16
 
 
 class Function(Struct):
@@ -36,7 +36,10 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool")
 
 
 def plain_messages(value: Any) -> list[dict[str, Any]]:
-    """Checked and brought into one form: content is a string, call arguments are objects, unknown keys are gone."""
+    """The messages as they are, but for what is ``null``, which is gone (``content`` stays: templates ask whether it is none).
+
+    Fields that nobody here knows are kept: some families' templates print them.
+    """
     if value is None:
         raise invalid("messages", "messages is missing: a list of {role, content}", "missing_field")
     if not isinstance(value, list):
@@ -55,7 +58,7 @@ def plain_messages(value: Any) -> list[dict[str, Any]]:
             raise invalid(f"{at}.role", f"{at}.role: {short(message.role)} is none of {', '.join(ROLES)}")
         if message.tool_calls and message.role != "assistant":
             raise invalid(f"{at}.tool_calls", f"{at}.tool_calls: only the assistant calls tools")
-        out: dict[str, Any] = {"role": message.role}
+        out: dict[str, Any] = {key: part for key, part in item.items() if part is not None}
         content = _content(message.content, f"{at}.content")
         if message.role == "assistant":
             if content is None and not message.tool_calls:
@@ -64,32 +67,28 @@ def plain_messages(value: Any) -> list[dict[str, Any]]:
             raise invalid(
                 f"{at}.content", f"{at}.content is missing: a string or a list of text parts", "missing_field"
             )
-        out["content"] = content or ""
+        out["content"] = content
         if message.role == "tool":
             if not has_calls:
                 raise invalid(at, f"{at}: a tool result without a tool call before it")
-            if message.tool_call_id is not None:
-                if message.tool_call_id not in open_calls:
-                    raise invalid(f"{at}.tool_call_id", f"{at}.tool_call_id: no tool call before it has this id")
-                out["tool_call_id"] = message.tool_call_id
+            if message.tool_call_id is not None and message.tool_call_id not in open_calls:
+                raise invalid(f"{at}.tool_call_id", f"{at}.tool_call_id: no tool call before it has this id")
         if message.tool_calls:
             has_calls = True
             open_calls.update(call.id for call in message.tool_calls if call.id is not None)
-            out["tool_calls"] = [_call(call, f"{at}.tool_calls[{k}]") for k, call in enumerate(message.tool_calls)]
-        if message.name is not None:
-            out["name"] = message.name
-        if message.reasoning_content is not None:
-            out["reasoning_content"] = message.reasoning_content
+            out["tool_calls"] = [
+                _call(item["tool_calls"][k], f"{at}.tool_calls[{k}]") for k in range(len(message.tool_calls))
+            ]
         plain.append(out)
     return plain
 
 
-def _content(value: Any, at: str) -> str | None:
+def _content(value: Any, at: str) -> str | list[dict[str, Any]] | None:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise invalid(at, f"{at} must be a string or a list of text parts", "invalid_type")
-    texts = []
+    parts = []
     for idx, part in enumerate(value):
         if not isinstance(part, dict):
             raise invalid(f"{at}[{idx}]", f"{at}[{idx}] must be an object with a type", "invalid_type")
@@ -101,20 +100,18 @@ def _content(value: Any, at: str) -> str | None:
             )
         if not isinstance(part.get("text"), str):
             raise invalid(f"{at}[{idx}].text", f"{at}[{idx}].text must be a string", "invalid_type")
-        texts.append(part["text"])
-    return "".join(texts)
+        parts.append({**part, "type": "text"})
+    return parts
 
 
-def _call(call: ToolCall, at: str) -> dict[str, Any]:
-    """A call with its arguments as an object, which is what templates iterate over."""
-    arguments = call.function.arguments
-    if arguments is None or arguments == "":
-        arguments = {}
-    if isinstance(arguments, str):
+def _call(call: dict[str, Any], at: str) -> dict[str, Any]:
+    """A call whose arguments are an object or the JSON text of one, as the client has them; none are an empty object."""
+    function = {key: part for key, part in call["function"].items() if part is not None}
+    arguments = function.setdefault("arguments", {})
+    if isinstance(arguments, str) and arguments.strip():
         arguments = decode_text(arguments, f"{at}.function.arguments")
+    elif isinstance(arguments, str):
+        arguments = {}
     if not isinstance(arguments, dict):
         raise invalid(f"{at}.function.arguments", f"{at}.function.arguments must be a JSON object")
-    out: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-    if call.id is not None:
-        out["id"] = call.id
-    return out
+    return {**{key: part for key, part in call.items() if part is not None}, "function": function}

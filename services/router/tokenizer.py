@@ -1,29 +1,30 @@
-"""Text to ids and back, and the checkpoint's chat template. The one place that knows ``tokenizers`` and ``jinja2``.
+"""Text to ids and back: the one place that knows ``tokenizers``. Runs in the router and in its prompt desk.
 
-Text of users never becomes a control token: the literal spelling of one inside a message is cut in two before the
-template runs and the pieces are encoded apart.
+Text of clients never becomes a control token: where the tokenizer makes one of characters that ``ClientText`` says are a
+client's (all of them or some), these characters are split without control tokens.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-import datetime
 import functools
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from services.router.pieces import Pieces, bytes_of_letters
+from services.router.chat_template import ChatTemplate, read_template_files
+from services.router.client_text import Spans, spans_of
+from services.router.pieces import Pieces
 from shared.errors import ContainerError, Refused
 from shared.files import TOKENIZER_LIMIT_BYTES, is_file, read_file
 
-# A private-use character that marks the cut; removed again before encoding.
-_CUT = "\U0010fffd"
-
-MANY_CHARS = 1 << 18
-"""Splitting more takes seconds in which nobody is served, so what can't fit anyway is refused without it."""
+MANY_CHARS: Final = 1 << 15
+"""Longer texts are counted in pieces before they are split as a whole, so that what can't fit anyway costs little."""
+_BORDER_TOKENS: Final = 16
+"""As many tokens a piece's borders may have added."""
+_LEAST_ROOM_CHARS: Final = 4 << 20
+"""A template may make so much of nothing, and four times what it is given."""
 
 
 class ModelTokenizer:
@@ -38,12 +39,16 @@ class ModelTokenizer:
         path = model_dir / "tokenizer.json"
         with _naming(path):
             self._tokenizer = Tokenizer.from_buffer(read_file(path, TOKENIZER_LIMIT_BYTES))
+        # What else a file may ask for (cut long texts, fill up short ones, drop merges at random) belongs to training.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None) is not None:
+            self._tokenizer.model.dropout = None
         added = self._tokenizer.get_added_tokens_decoder()
         self._pieces = Pieces(self._tokenizer)
-        self._controls = sorted((t.content for t in added.values() if t.content), key=len, reverse=True)
-        self._special_tokens, source, path = _read_tokenizer_config(model_dir)
-        with _naming(path):
-            self._template = _compile_template(source) if source else None
+        self._controls = {token: t for token, t in added.items() if t.special or not _is_blank(t.content)}
+        self._swallows = any(t.lstrip or t.rstrip for t in added.values())
+        self._template = ChatTemplate(read_template_files(model_dir))
 
     @staticmethod
     def exists(model_dir: Path) -> bool:
@@ -53,20 +58,26 @@ class ModelTokenizer:
 
     def encode(self, text: str, at_most: int | None = None) -> list[int]:
         """Ids of a raw prompt; control tokens spelt in it are meant. ``at_most``: how many can be of use."""
-        return self._encode_parts([text], at_most, "prompt")
+        self._check_length(text, at_most, "prompt")
+        return list(self._split(self._tokenizer, text, "prompt").ids)
 
-    def _encode_parts(self, parts: list[str], at_most: int | None, param: str) -> list[int]:
-        n_chars = sum(map(len, parts))
-        n_least = n_chars // self._longest_piece if n_chars > MANY_CHARS else 0
-        if at_most is not None and n_least > at_most:
-            raise Refused(
-                f"The prompt has {n_least} tokens or more, at most {at_most} fit the context. Shorten the prompt or start "
-                "with a larger --max-context.",
-                code="context_length_exceeded",
-                param=param,
-            )
+    def encode_chat(
+        self, messages: list[dict[str, Any]], kwargs: dict[str, Any], at_most: int | None = None
+    ) -> list[int]:
+        """Ids of a conversation rendered by the checkpoint's own template, with a generation prompt."""
+        text = self._template.render(messages, kwargs, _LEAST_ROOM_CHARS + 4 * _count_chars([messages, kwargs]))
+        self._check_length(text, at_most, "messages")
+        return self._encode_guarded(text)
+
+    def piece(self, token: int, is_start: bool = False) -> bytes:
+        """The token's own bytes, so that those of an answer join to its text; none for a control token."""
+        return self._pieces.of(token, is_start)
+
+    # -- inside
+
+    def _split(self, tokenizer: Any, text: str, param: str) -> Any:
         try:
-            return [i for part in parts for i in self._tokenizer.encode(part, add_special_tokens=False).ids]
+            return tokenizer.encode(str.__str__(text), add_special_tokens=False)
         except BaseException as error:
             # A panic of the library is no Exception; megabytes of blanks are too much for its regular expressions, say.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -75,67 +86,104 @@ class ModelTokenizer:
                 f"The model's tokenizer can't split this text ({error}).", code="invalid_value", param=param
             ) from None
 
+    def _check_length(self, text: str, at_most: int | None, param: str) -> None:
+        """Refuses a text that has more tokens than can be of use, without splitting much more of it than fits.
+
+        Pieces are counted one by one. At their borders words are cut: that adds tokens, and so few are not counted; a
+        tenth stands for merges that reach across. Below ``2 * at_most`` characters there is little to save.
+        """
+        if at_most is None or len(text) <= max(MANY_CHARS, 2 * at_most):
+            return
+        n_least = 0
+        for start in range(0, len(text), MANY_CHARS):
+            piece = str.__getitem__(text, slice(start, start + MANY_CHARS))
+            if self._swallows:
+                piece = piece.strip()  # a token of the next piece may take these blanks along
+            n_tokens = len(self._split(self._tokenizer, piece, param).ids)
+            n_least += max(0, n_tokens * 9 // 10 - _BORDER_TOKENS)
+            if n_least > at_most:
+                raise Refused(
+                    f"The prompt has {n_least} tokens or more, at most {at_most} fit the context. Shorten the prompt or "
+                    "start with a larger --max-context.",
+                    code="context_length_exceeded",
+                    param=param,
+                )
+
+    def _encode_guarded(self, text: str) -> list[int]:
+        """Ids of a rendered conversation, no control token among them that has a character of a client."""
+        out: list[int] = []
+        pending: list[tuple[str, bool]] = [(text, False)]
+        while pending:
+            part, is_plain = pending.pop()
+            encoding = self._split(self._plain if is_plain else self._tokenizer, part, "messages")
+            forged = self._forged(encoding, part)
+            if not forged:
+                out += encoding.ids
+                continue
+            if (
+                is_plain
+            ):  # an entry of the vocabulary itself that is a control token too: apart, its characters are none
+                for char in str.__str__(part):
+                    out += self._split(self._plain, char, "messages").ids
+                continue
+            pieces: list[tuple[str, bool]] = []
+            at = 0
+            for start, end in forged:
+                pieces += ((part[at:start], False), (part[start:end], True))
+                at = end
+            pieces.append((part[at:], False))
+            pending += [piece for piece in reversed(pieces) if piece[0]]
+        return out
+
+    def _forged(self, encoding: Any, text: str) -> list[tuple[int, int]]:
+        """Where control tokens stand that have a character of a client, in ``text``."""
+        spans = spans_of(text)
+        if not spans:
+            return []
+        controls = self._controls
+        found = []
+        for idx, token in enumerate(encoding.ids):
+            if token not in controls:
+                continue
+            start, end = encoding.token_to_chars(idx) or (0, 0)
+            if controls[token].lstrip or controls[token].rstrip:  # blanks that it only swallowed are nobody's forgery
+                while start < end and text[start].isspace():
+                    start += 1
+                while start < end and text[end - 1].isspace():
+                    end -= 1
+            if end - start > 1 and _overlaps(spans, start, end):
+                found.append((start, end))
+        return found
+
     @functools.cached_property
-    def _longest_piece(self) -> int:
-        """No token stands for more characters than this."""
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        vocab = self._tokenizer.get_vocab()
-        is_plain = (
-            self._pieces.is_byte_level and bytes_of_letters().keys() <= vocab.keys() and not self._tokenizer.normalizer
-        )
-        if not is_plain or any(token.lstrip or token.rstrip for token in added):
-            return 1 << 62  # characters may vanish, or one token swallow any number of them
-        return max(map(len, vocab))
+    def _plain(self) -> Any:
+        """The same tokenizer without its added tokens; the vocabulary is shared."""
+        from tokenizers import Tokenizer
 
-    def piece(self, token: int, is_start: bool = False) -> bytes:
-        """The token's own bytes, so that those of an answer join to its text; none for a control token."""
-        return self._pieces.of(token, is_start)
+        plain = Tokenizer(self._tokenizer.model)
+        if self._tokenizer.normalizer is not None:
+            plain.normalizer = self._tokenizer.normalizer
+        if self._tokenizer.pre_tokenizer is not None:
+            plain.pre_tokenizer = self._tokenizer.pre_tokenizer
+        return plain
 
-    def encode_chat(
-        self, messages: list[dict[str, Any]], kwargs: dict[str, Any], at_most: int | None = None
-    ) -> list[int]:
-        """Ids of a conversation rendered by the checkpoint's own template, with a generation prompt."""
-        if self._template is None:
-            raise Refused(
-                "This model has no chat template, so chat requests can't be rendered; use /v1/completions.",
-                status=400,
-                code="no_chat_template",
-                param="messages",
-            )
-        import jinja2
 
-        safe = [{key: self._disarm(value) for key, value in message.items()} for message in messages]
-        try:
-            text = self._template.render(
-                messages=safe, add_generation_prompt=True, **{**self._special_tokens, **self._disarm(kwargs)}
-            )
-        except jinja2.TemplateError as error:
-            raise Refused(
-                f"The model's chat template refused the messages: {error}.",
-                status=400,
-                code="template_error",
-                param="messages",
-            ) from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise Refused(
-                f"The model's chat template can't render these messages ({type(error).__name__}: {error}).",
-                status=400,
-                code="template_error",
-                param="messages",
-            ) from error
-        return self._encode_parts(text.split(_CUT), at_most, "messages")
+def _count_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, list):
+        return sum(map(_count_chars, value))
+    return sum(len(key) + _count_chars(part) for key, part in value.items()) if isinstance(value, dict) else 8
 
-    def _disarm(self, value: Any) -> Any:
-        if isinstance(value, str):
-            for control in self._controls:
-                if control in value:
-                    value = value.replace(control, control[:1] + _CUT + control[1:])
-            return value
-        if isinstance(value, list):
-            return [self._disarm(v) for v in value]
-        if isinstance(value, dict):
-            return {k: self._disarm(v) for k, v in value.items()}
-        return value
+
+def _overlaps(spans: Spans, start: int, end: int) -> bool:
+    first = bisect.bisect_right(spans, start, key=lambda span: span[1])
+    return first < len(spans) and spans[first][0] < end
+
+
+def _is_blank(spelling: str) -> bool:
+    """Runs of blanks are words of some vocabularies: added tokens, but nothing that controls."""
+    return not spelling.strip(" \t\r\n\N{LOWER ONE EIGHTH BLOCK}")
 
 
 @contextlib.contextmanager
@@ -146,61 +194,3 @@ def _naming(path: Path) -> Iterator[None]:
     except Exception as error:  # noqa: BLE001  (libraries raise what they like)
         reason = getattr(error, "strerror", None) or error
         raise ContainerError(f"{path} can't be used: {reason}. Copy the file again from the checkpoint.") from None
-
-
-def _read_tokenizer_config(model_dir: Path) -> tuple[dict[str, str], str | None, Path]:
-    """(bos_token, eos_token, ... as text; the template's source, if any; the file it is from)."""
-    special: dict[str, str] = {}
-    source = None
-    config_path = model_dir / "tokenizer_config.json"
-    if os.path.lexists(config_path):
-        with _naming(config_path):
-            config = dict(json.loads(read_file(config_path, TOKENIZER_LIMIT_BYTES)))
-        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = config.get(key)
-            if isinstance(value, dict):
-                value = value.get("content")
-            if isinstance(value, str):
-                special[key] = value
-        template = config.get("chat_template")
-        if isinstance(template, list):  # named templates
-            template = next((t.get("template") for t in template if t.get("name") == "default"), None)
-        if isinstance(template, str):
-            source = template
-    template_path = model_dir / "chat_template.jinja"
-    if os.path.lexists(template_path):
-        with _naming(template_path):
-            return special, read_file(template_path, TOKENIZER_LIMIT_BYTES).decode("utf-8"), template_path
-    return special, source, config_path
-
-
-def _compile_template(source: str) -> Any:
-    """The environment that checkpoints' templates are written for (specs of the ``transformers`` library)."""
-    import jinja2
-    import jinja2.ext
-    import jinja2.nodes
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks training targets; it changes nothing here."""
-
-        tags = {"generation"}  # noqa: RUF012  (as the base class declares it)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.Scope(body, lineno=line)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None, **kwargs: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent, **kwargs)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda fmt: datetime.datetime.now().strftime(fmt)
-    return environment.from_string(source)

@@ -201,22 +201,30 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments":
 CALLS = {"role": "assistant", "tool_calls": [CALL]}
 
 
-def test_all_forms_of_a_tool_history_become_one() -> None:
-    def history(assistant: dict[str, Any], result: Any) -> list[Any]:
+def test_a_history_reaches_the_template_as_it_is() -> None:
+    def history(**assistant: Any) -> list[Any]:
         return [
             {"role": "developer", "content": "be good"},
-            {"role": "user", "content": "1+1"},
+            {"role": "user", "content": "1+1", "custom": {"n": 1}},
             {"role": "assistant", "tool_calls": [CALL], **assistant},
-            {"role": "tool", "tool_call_id": "c1", "content": result},
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
             {"role": "user", "content": [{"type": "text", "text": "tha"}, {"type": "text", "text": "nks"}]},
         ]
 
-    one = render(history({}, "2"))
-    assert render(history({"content": None}, "2")) == one
-    assert render(history({"content": []}, [{"type": "text", "text": "2"}])) == one
-    assert one[2]["content"] == ""
-    assert one[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
-    assert one[4]["content"] == "thanks"
+    assert render(history(content=None)) == history(content=None)
+    assert render(history(content="", name=None, function_call=None)) == history(content="")
+    assert render(history()) == history(content=None)
+
+
+def test_arguments_of_calls_are_an_object_or_its_json_text() -> None:
+    def arguments(**function: Any) -> Any:
+        calls = [{"id": "c1", "function": {"name": "f", **function}}]
+        return render([{"role": "assistant", "tool_calls": calls}])[0]["tool_calls"][0]["function"]["arguments"]
+
+    assert arguments(arguments='{"a":  1}') == '{"a":  1}'
+    assert arguments(arguments={"a": 1}) == {"a": 1}
+    assert arguments(arguments="") == ""
+    assert arguments(arguments=None) == arguments() == {}
 
 
 @pytest.mark.parametrize(
