@@ -182,6 +182,7 @@ _SELECTING: Final = frozenset(
 """Filters that hand on what they were given."""
 _HOLDERS: Final = (dict, list, tuple, jinja2.runtime.LoopContext, jinja2.utils.Cycler, jinja2.utils.Joiner)
 _MAX_POWER: Final = 4096
+_MARKUP: Final = type(jinja2.filters.do_mark_safe(""))
 
 
 def printed(value: Any) -> str:
@@ -192,7 +193,7 @@ def printed(value: Any) -> str:
         return value
     if value is None or isinstance(value, jinja2.Undefined) or type(value) in (bool, int, float):
         return str(value)
-    if isinstance(value, str) and not isinstance(value, jinja2.filters.Markup):
+    if isinstance(value, str) and not isinstance(value, _MARKUP):
         return value
     return ClientText(str(value))
 
