@@ -16,12 +16,11 @@ from native.kernels import ffn_forward, linear, rmsnorm
 from native.library import NativeError, Pool, dispatch_text
 from services.attention.weights import DenseWeights
 from shared.container.layer_weights import attention_step
-from shared.errors import ContainerError
 from shared.memory.big_memory import Home
 from shared.memory.segments import Segment
 from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned, StepPlan
 from shared.messages.drafter import EmbedReady, HeadReady
-from shared.messages.layer import HiddenReady, LayerFailed, Mixed
+from shared.messages.layer import EMBEDDING, HiddenReady, LayerFailed, Mixed
 from shared.messages.router import InputReady, LogitsReady
 from shared.run.lifecycle import Service, ServiceContext
 from shared.step.counters import Counters
@@ -36,6 +35,7 @@ class StepRun:
     plan: StepPlan
     layer: int = 0
     is_waiting: bool = False
+    n_faults: int = 0
 
 
 class AttentionService(Service):
@@ -97,7 +97,7 @@ class AttentionService(Service):
             frame = self._frames.frame(msg.frame)
             self._timer.continue_step(frame, msg.step)
             with self._timer.stage(Stage.EMBED, self._spec.mtp_layer):
-                self._embed(frame, msg.n_rows, frame.embed)
+                self._embed(msg.step, frame, msg.n_rows, frame.embed)
             self._counters.add("embeds", msg.n_rows)
             self._bus.post("drafter", EmbedReady(msg.step))
         elif isinstance(msg, HeadWanted):
@@ -125,13 +125,10 @@ class AttentionService(Service):
         self._run = StepRun(plan)
         try:
             with self._timer.stage(Stage.EMBED):
-                self._embed(frame, plan.n_rows, self._x)
+                self._run.n_faults = self._embed(plan.step, frame, plan.n_rows, self._x)
             self._advance(self._run, frame)
         except NativeError as error:
             self._fail(error)
-        except ContainerError as error:
-            self._ctx.log.error("embedding_read_failed", reason=str(error))
-            self._fail(error, "embedding_read_failed")
 
     def _on_mixed(self, msg: Mixed) -> None:
         run = self._run
@@ -142,16 +139,17 @@ class AttentionService(Service):
         with self._timer.stage(Stage.RESIDUAL, run.layer):
             np.add(self._x[:n], frame.mixed[:n], out=self._x[:n])
         run.is_waiting = False
+        run.n_faults += msg.n_faults
         run.layer += 1
         try:
             self._advance(run, frame)
         except NativeError as error:
             self._fail(error)
 
-    def _fail(self, error: Exception, code: str = "kernel_failed") -> None:
+    def _fail(self, error: NativeError) -> None:
         run, self._run = self._run, None
         if run:
-            self._bus.post("router", LayerFailed(run.plan.step, run.layer, -1, code, str(error)))
+            self._bus.post("router", LayerFailed(run.plan.step, run.layer, (), "kernel_failed", str(error)))
 
     # -- layers ----------------------------------------------------------------------------------------------
 
@@ -188,7 +186,7 @@ class AttentionService(Service):
             rmsnorm(self._pool, self._x[:n], self._weights.final_norm, self._spec.rms_eps, final[:n])
             self._head(frame, final, run.plan.n_logits)
         self._run = None
-        self._bus.post("router", LogitsReady(run.plan.step))
+        self._bus.post("router", LogitsReady(run.plan.step, run.n_faults))
 
     def _head(self, frame: Frame, final: np.ndarray, n_logits: int) -> None:
         """logits of the wanted rows of final f32[T, D]."""
@@ -198,5 +196,10 @@ class AttentionService(Service):
         linear(self._pool, self._weights.head, rows, frame.logits[:n_logits])
         self._counters.add("heads", n_logits)
 
-    def _embed(self, frame: Frame, n_rows: int, out: np.ndarray) -> None:
-        self._weights.embed(frame.token[:n_rows], out[:n_rows])
+    def _embed(self, step: int, frame: Frame, n_rows: int, out: np.ndarray) -> int:
+        """Embeds the frame's tokens; returns how many faults the router was told of."""
+        faults = self._weights.embed(frame.token[:n_rows], out[:n_rows])
+        for sentence, rows in faults.items():
+            self._ctx.log.error("embedding_read_failed", reason=sentence)
+            self._bus.post("router", LayerFailed(step, EMBEDDING, rows, "embedding_read_failed", sentence))
+        return len(faults)

@@ -14,6 +14,7 @@ from shared.container.format import owner_of
 from shared.container.layer_weights import DensePart, ffn_of
 from shared.container.reader import Container, DenseEntry
 from shared.container.table import TableOnDisk, witness
+from shared.errors import ContainerError
 from shared.memory.big_memory import DENSE, Home, content_of
 from shared.model.tensors import matrix_of
 
@@ -47,17 +48,38 @@ class DenseWeights:
         self.head = matrix_of(tensors["lm_head.weight"], ACT_F32)
         self._embedding = tensors.get(EMBEDDING)
 
-    def embed(self, tokens: np.ndarray, out: np.ndarray) -> None:
+    def embed(self, tokens: np.ndarray, out: np.ndarray) -> dict[str, tuple[int, ...]]:
         """out f32[T, D]: the embeddings of token ids i32[T], the same bits wherever the table lies.
 
-        NativeError for an id that is none, ContainerError when a row can't be read.
+        Returns what could not be read: a sentence -> the rows it speaks of, which are zeros. NativeError for an id that is
+        none.
         """
-        if self._table is not None:
-            rows, scale = self._table.rows(tokens)
-            embed(rows, scale, self._table.format, np.arange(len(tokens), dtype=np.int32), out)
-            return
-        assert self._embedding is not None
-        embed(self._embedding.weight, self._embedding.scale, self._embedding.format, tokens, out)
+        if self._table is None:
+            assert self._embedding is not None
+            embed(self._embedding.weight, self._embedding.scale, self._embedding.format, tokens, out)
+            return {}
+        try:
+            self._embed_from(self._table, tokens, out)
+            return {}
+        except ContainerError:
+            return self._embed_each(self._table, tokens, out)
+
+    def _embed_each(self, table: TableOnDisk, tokens: np.ndarray, out: np.ndarray) -> dict[str, tuple[int, ...]]:
+        """Row by row: a row that can't be read is no reason to do without the others."""
+        faults: dict[str, tuple[int, ...]] = {}
+        for row in range(len(tokens)):
+            part = slice(row, row + 1)
+            try:
+                self._embed_from(table, tokens[part], out[part])
+            except ContainerError as error:
+                out[part] = 0.0
+                faults[str(error)] = (*faults.get(str(error), ()), row)
+        return faults
+
+    @staticmethod
+    def _embed_from(table: TableOnDisk, tokens: np.ndarray, out: np.ndarray) -> None:
+        rows, scale = table.rows(tokens)
+        embed(rows, scale, table.format, np.arange(len(tokens), dtype=np.int32), out)
 
     @property
     def n_bytes(self) -> int:

@@ -52,6 +52,7 @@ class Draft:
     table: NDArray[np.int32]
     n_done: int = 0
     tokens: list[list[int]] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)  # sequences whose logits were no numbers: they draft no further
 
     @property
     def step(self) -> int:
@@ -116,7 +117,7 @@ class DrafterService(Service):
         except NativeError as error:
             self._draft = None
             step = draft.step if draft else getattr(msg, "step", 0)
-            self._bus.post("router", LayerFailed(step, self._spec.mtp_layer, -1, "kernel_failed", str(error)))
+            self._bus.post("router", LayerFailed(step, self._spec.mtp_layer, (), "kernel_failed", str(error)))
 
     def _begin(self, msg: DraftWanted) -> None:
         frame = self._frames.frame(msg.frame)
@@ -164,18 +165,19 @@ class DrafterService(Service):
     def _take_tokens(self, draft: Draft) -> None:
         frame = self._frame(draft)
         n = len(draft.rows)
-        for i in range(n):
-            # A draft that is not a number (-> below 0) is no draft; token 0 will be rejected.
-            draft.tokens[i].append(max(0, sample(frame.logits[i], 0.0, 1.0, 0.0)))
+        newest = [sample(frame.logits[i], 0.0, 1.0, 0.0) for i in range(n)]
+        draft.ended.update(i for i, token in enumerate(newest) if token < 0)
+        for i in set(range(n)) - draft.ended:
+            draft.tokens[i].append(newest[i])
         draft.n_done += 1
-        if draft.n_done == draft.wanted.n_drafts:
+        if draft.n_done == draft.wanted.n_drafts or len(draft.ended) == n:
             self._answer(draft)
             return
         # The next pass is fed its own output: token, state and position move on by one.
         draft.position = draft.position[draft.rows] + np.int32(1)
         draft.seq = draft.seq[draft.rows]
         draft.rows = np.arange(n, dtype=np.int32)
-        frame.token[:n] = [tokens[-1] for tokens in draft.tokens]
+        frame.token[:n] = [max(0, token) for token in newest]
         draft.awaits = Awaits.EMBED
         self._bus.post("attention", EmbedWanted(draft.step, draft.wanted.frame, n))
 

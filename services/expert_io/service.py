@@ -44,6 +44,7 @@ from shared.step.stages import Stage, StepTimer, pack_found
 PAIRS_PER_CALL = 256
 SHARED_ROWS_PER_CALL = 128
 FEW_PAIRS = 32
+ROWS_PER_MESSAGE = 8192  # so that a long prompt whose every row is faulty stays below the largest frame
 
 
 @dataclass
@@ -129,6 +130,7 @@ class ExpertIoService(Service):
         self._jobs = ExpertJobs(max(spec.n_experts, 1), n_rows * spec.gate_k)
         self._visit: Visit | None = None
         self._last_end = (-1, 0)  # of the last visit: step, time
+        self._told: tuple[int, set[int]] = (-1, set())  # rows of this step that the router knows to be faulty
         self._early: ExpertsWanted | None = None
         self._counters.set("slots", n_slots)
         self._counters.set("resident", self._table.n_used)
@@ -350,15 +352,14 @@ class ExpertIoService(Service):
                 frame.mixed[:n],
             )
         if bad >= 0:
-            self._report_non_finite(visit, frame)
-        for row, fault in visit.failed_rows.items():
-            self._ctx.bus.post("router", LayerFailed(visit.step, visit.layer, row, fault.code, fault.message))
+            self._find_non_finite(visit, frame)
+        n_faults = self._tell_faults(visit)
         self._visit = None
         now = time.monotonic_ns()
         # With the attention before it, whose cores a guess borrows; a step's first layer has head and sampling before it.
         before = self._last_end if self._last_end[0] == visit.step else (visit.step, visit.begin_ns)
         took_ns, self._last_end = now - before[1], (visit.step, now)
-        self._ctx.bus.post(visit.sender, Mixed(visit.step, visit.layer, visit.frame_number))
+        self._ctx.bus.post(visit.sender, Mixed(visit.step, visit.layer, visit.frame_number, n_faults))
         # From here on attention computes, and nobody waits for what is only counted.
         assert visit.run
         self._account(visit.run)
@@ -368,7 +369,25 @@ class ExpertIoService(Service):
         has_all = self._table.n_used >= self._n_experts  # then a guess can't tell the store anything
         self._counters.set("pilot_paused", int(has_all or not self._prefetch.trial.is_on))
 
-    def _report_non_finite(self, visit: Visit, frame: Frame) -> None:
+    def _tell_faults(self, visit: Visit) -> int:
+        """Tells the router which rows have no true result, each once a step; returns in how many messages."""
+        if self._told[0] != visit.step:
+            self._told = (visit.step, set())
+        told = self._told[1]
+        rows_of: dict[tuple[str, str], list[int]] = {}
+        for row, fault in sorted(visit.failed_rows.items()):
+            if row not in told:
+                rows_of.setdefault((fault.code, fault.message), []).append(row)
+        told.update(visit.failed_rows)
+        n_told = 0
+        for (code, message), rows in rows_of.items():
+            for first in range(0, len(rows), ROWS_PER_MESSAGE):
+                part = tuple(rows[first : first + ROWS_PER_MESSAGE])
+                self._ctx.bus.post("router", LayerFailed(visit.step, visit.layer, part, code, message))
+                n_told += 1
+        return n_told
+
+    def _find_non_finite(self, visit: Visit, frame: Frame) -> None:
         """Name the expert whose output is not finite and stop it from spreading."""
         n, k = visit.n_rows, self._spec.gate_k
         for row in np.flatnonzero(~np.isfinite(frame.mixed[:n]).all(axis=1)).tolist():
@@ -453,7 +472,8 @@ class ExpertIoService(Service):
         self._ctx.log.error("expert_read_failed", layer=fault.key[0], expert=fault.key[1], reason=fault.message)
         if visit and visit.run and visit.run.failed(fault.key):
             for row in visit.rows_of[fault.key[1]][0].tolist():
-                visit.failed_rows.setdefault(row, fault)
+                # Of several the lowest expert's, so that the order of reads does not show.
+                visit.failed_rows[row] = min(visit.failed_rows.get(row, fault), fault, key=lambda f: f.key)
         assert slot.state is SlotState.LOADING
         self._table.release(slot)
 

@@ -1,7 +1,7 @@
 """The shell around ``group``: the ROUTER socket, process watching, and the two who must know (router, gateway).
 
-Runs in the router's own loop. ``RouterService.attach`` makes one; from then on it calls the service's ``group_changed``,
-``peer_lost`` and ``peer_changed``, and tells the gateway the group's state each second and at each change.
+Runs in the router's own loop. ``RouterService.attach`` makes one; from then on it calls the service's ``ring_changed``
+whenever somebody else serves, and tells the gateway the group's state each second and at each change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from services.router.group import Changed, Group, Instruction, Kill, Lost, Note, Replaced, Reply, Sample, Watch
+from services.router.group import Changed, Group, Instruction, Kill, Note, Replaced, Reply, RingView, Sample, Watch
 from shared.messages import control
 from shared.messages.gateway import GroupState
 from shared.run.lifecycle import ServiceContext
@@ -28,11 +28,7 @@ class RouterSide(Protocol):
     @property
     def load_counts(self) -> tuple[int, int]: ...
 
-    def group_changed(self, is_ready: bool, drafter_ready: bool) -> None: ...
-
-    def peer_lost(self, service: str) -> None: ...
-
-    def peer_changed(self, service: str, incarnation: int) -> None: ...
+    def ring_changed(self, view: RingView) -> None: ...
 
 
 class ControlPlane:
@@ -44,7 +40,7 @@ class ControlPlane:
         self._router = router
         self._group = Group(config.n_drafts > 0, config.heartbeat_s, config.stall_s)
         self._server = ControlServer(ctx.endpoints, ctx.bus.context)
-        self._told: tuple[bool, bool] | None = None
+        self._told = RingView()
         self._must_publish = True
         self._published_at = 0.0
         ctx.bus.add_control(self._server, self._on_messages)
@@ -85,12 +81,6 @@ class ControlPlane:
                 self._watch(do)
             elif isinstance(do, Replaced):
                 self._ctx.bus.peer_changed(do.service, do.incarnation)
-                if not do.is_first and self._is_serving:
-                    self._router.peer_changed(do.service, do.incarnation)
-            elif isinstance(do, Lost):
-                if self._is_serving:
-                    self._router.peer_lost(do.service)
-                self._told = None
             elif isinstance(do, Kill):
                 self._ctx.log.error("peer_killed", peer=do.service, pid=do.pid, reason=do.reason)
                 with contextlib.suppress(ProcessLookupError):
@@ -111,10 +101,10 @@ class ControlPlane:
         return self._router.load_counts if self._is_serving else (0, 0)
 
     def _tell_router(self) -> None:
-        view = (self._group.is_ring_alive, self._group.is_drafter_alive)
+        view = self._group.view
         if self._is_serving and view != self._told:
             self._told = view
-            self._router.group_changed(*view)
+            self._router.ring_changed(view)
 
     def _publish(self, now: float) -> None:
         config = self._ctx.config

@@ -36,6 +36,21 @@ class Sample:
     """Grows whenever the process computes or reads."""
 
 
+@dataclass(frozen=True)
+class RingView:
+    """Who serves now, as steps see it: the incarnation of each process, 0 = not there."""
+
+    gateway: int = 0
+    attention: int = 0
+    expert_io: int = 0
+    drafter: int = 0
+
+    @property
+    def is_ring_alive(self) -> bool:
+        """Steps can be computed: attention and expert_io are there, draining or not."""
+        return bool(self.attention and self.expert_io)
+
+
 # -- instructions
 
 
@@ -58,18 +73,10 @@ class Watch:
 
 @dataclass(frozen=True)
 class Replaced:
-    """For the router itself: a peer has a new incarnation. ``is_first``: none was known before."""
+    """A peer has a new incarnation: what the old one sent is dropped from now on."""
 
     service: str
     incarnation: int
-    is_first: bool
-
-
-@dataclass(frozen=True)
-class Lost:
-    """For the router itself: a peer is gone."""
-
-    service: str
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,10 @@ class Note:
 
 @dataclass(frozen=True)
 class Changed:
-    """Readiness or a state changed: tell the router and the gateway."""
+    """Readiness, a state or who serves changed: tell the router and the gateway."""
 
 
-Instruction = Reply | Watch | Replaced | Lost | Kill | Note | Changed
+Instruction = Reply | Watch | Replaced | Kill | Note | Changed
 
 
 @dataclass
@@ -148,13 +155,18 @@ class Group:
         return self._drain is None and all(peer.state == READY for peer in needed)
 
     @property
-    def is_ring_alive(self) -> bool:
-        """Steps can be computed: attention and expert_io are there, draining or not."""
-        return all(self.peers[service].state in ALIVE for service in (ATTENTION, EXPERT_IO))
+    def view(self) -> RingView:
+        """Who serves now. A gateway counts from its hello on: requests of the one before have nobody to answer to."""
+        return RingView(
+            gateway=self._incarnation_of(GATEWAY, ALIVE | {STARTING}),
+            attention=self._incarnation_of(ATTENTION, ALIVE),
+            expert_io=self._incarnation_of(EXPERT_IO, ALIVE),
+            drafter=self._incarnation_of(DRAFTER, ALIVE) if self._is_drafting else 0,
+        )
 
-    @property
-    def is_drafter_alive(self) -> bool:
-        return self._is_drafting and self.peers[DRAFTER].state in ALIVE
+    def _incarnation_of(self, service: str, states: frozenset[str]) -> int:
+        peer = self.peers[service]
+        return peer.incarnation if peer.state in states else 0
 
     @property
     def detail(self) -> str:
@@ -302,13 +314,12 @@ class Group:
         self._of_identity[identity] = msg.service
         peer.identity, peer.pid, peer.heard_at = identity, msg.pid, now
         if is_new or peer.state in (ABSENT, FAILED):
-            is_first = peer.incarnation == 0
             peer.incarnation, peer.state, peer.stage, peer.facts = msg.incarnation, STARTING, "", ()
             peer.is_suspected = peer.is_condemned = False
             note = {"peer": peer.service, "peer_incarnation": peer.incarnation, "pid": peer.pid}
             out += [Note("info", "peer_hello", note), Watch(peer.service, peer.incarnation, peer.pid)]
             if peer.service != ROUTER:
-                out += [Replaced(peer.service, peer.incarnation, is_first)]
+                out += [Replaced(peer.service, peer.incarnation)]
         out += self._introduce(peer)
         return [*out, Changed()]
 
@@ -341,7 +352,7 @@ class Group:
         peer.is_suspected = False
         if not was_there:
             return []
-        out: list[Instruction] = [Lost(peer.service), Changed(), *self._drained(peer.service, 0)]
+        out: list[Instruction] = [Changed(), *self._drained(peer.service, 0)]
         if peer.service == EXPERT_IO:
             words = "expert_io ended before it could answer: try again in a moment."
             out += [Reply(asker, control.Ram(0, 0, 0, 0, 0, words)) for asker in self._ram_askers.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.router.sequences import NO_DRAFTS, SamplingParams, Sequence
+from services.router.sequences import SamplingParams, Sequence
 from services.router.text_stream import TextStream
 from services.router.tokenizer import ModelTokenizer
 from shared.errors import Refused
@@ -15,13 +15,10 @@ from shared.model.spec import ModelSpec
 class Intake:
     """Turns Submit messages into sequences. ``max_context``: tokens per sequence, prompt and answer together."""
 
-    def __init__(
-        self, spec: ModelSpec, tokenizer: ModelTokenizer | None, max_context: int, *, is_drafting: bool
-    ) -> None:
+    def __init__(self, spec: ModelSpec, tokenizer: ModelTokenizer | None, max_context: int) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
         self._max_context = max_context
-        self._is_drafting = is_drafting
 
     def accept(self, msg: Submit) -> Sequence:
         """The sequence, tokens of an earlier router's answer (``resume_ids``) included. Raises Refused."""
@@ -55,7 +52,6 @@ class Intake:
             ),
             eos_ids=frozenset() if msg.ignore_eos else frozenset(self._spec.eos_ids),
             n_logprobs=msg.n_logprobs,
-            n_mtp=0 if self._is_drafting else NO_DRAFTS,
         )
         for token in msg.resume_ids[: sequence.max_tokens]:
             sequence.append(token)  # its text was delivered with it

@@ -16,8 +16,8 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from services.router.drafting import DraftPlan
 from services.router.scheduler import Plan
-from services.router.sequences import Sequence
 from shared.container.reader import Container
 from shared.errors import ConfigError
 from shared.experts.traces import SpanNote, TraceHeader, TraceWriter, layer_record, lost_record, step_record
@@ -149,6 +149,6 @@ def span_notes(plan: Plan) -> list[SpanNote]:
     return [SpanNote(s.sequence.request, s.n_rows, s.position, s.is_prefill) for s in plan.spans]
 
 
-def draft_notes(drafting: list[Sequence]) -> list[SpanNote]:
+def draft_notes(plan: DraftPlan) -> list[SpanNote]:
     """The rows of a draft step that need experts: the newest of each sequence that drafts."""
-    return [SpanNote(s.request, 1, s.n_mtp - 1, False) for s in drafting]
+    return [SpanNote(s.sequence.request, 1, s.position + s.n_rows - 1, False) for s in plan.drafting]

@@ -8,10 +8,10 @@ neighbours, so any plan gives the same text; plans decide speed alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
-from services.router.sequences import Sequence
+from services.router.sequences import Fault, Sequence
 from shared.model.kv_layout import blocks_for
 
 
@@ -39,17 +39,21 @@ class Span:
     """Consecutive rows of one sequence in a step. ``rows[first .. first + n)`` stand at ``position`` and on."""
 
     sequence: Sequence
-    table_row: int
-    first: int
     tokens: tuple[int, ...]
     position: int
-    logit_first: int  # index of the first wanted logit row, -1 = none
     n_logits: int  # the span's last n_logits rows have logits
     is_prefill: bool
+    table_row: int = 0
+    first: int = 0
+    logit_first: int = -1  # index of the first wanted logit row, -1 = none
 
     @property
     def n_rows(self) -> int:
         return len(self.tokens)
+
+    def without_drafts(self) -> Span:
+        """The rows whose tokens are certain."""
+        return self if self.is_prefill else replace(self, tokens=self.tokens[:1], n_logits=1)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,23 @@ class Plan:
     spans: tuple[Span, ...]
     n_rows: int
     n_logits: int
-    is_prefill: bool
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> Plan:
+        """The spans one behind the other; a prompt chunk must be the last."""
+        placed: list[Span] = []
+        n_rows = n_logits = 0
+        for table_row, span in enumerate(spans):
+            logit_first = n_logits if span.n_logits else -1
+            placed.append(replace(span, table_row=table_row, first=n_rows, logit_first=logit_first))
+            n_rows += span.n_rows
+            n_logits += span.n_logits
+        return cls(tuple(placed), n_rows, n_logits)
+
+    @property
+    def is_prefill(self) -> bool:
+        """A prompt chunk is in it."""
+        return bool(self.spans) and self.spans[-1].is_prefill
 
     @property
     def n_prefill(self) -> int:
@@ -75,6 +95,7 @@ class Advance:
     span: Span
     new_tokens: list[int] = field(default_factory=list)
     text: str = ""
+    n_accepted: int = 0  # drafts that were right
     n_kept_rows: int = 0  # rows of the span that stand in the cache for good
     logit_rows: list[int] = field(default_factory=list)  # row of ``logits`` behind each new token
 
@@ -147,24 +168,6 @@ class Scheduler:
         """The next step, or None when nothing runs."""
         spans: list[Span] = []
         n_rows = n_logits = 0
-
-        def add(sequence: Sequence, tokens: list[int], wanted: int, is_prefill: bool) -> None:
-            nonlocal n_rows, n_logits
-            spans.append(
-                Span(
-                    sequence,
-                    len(spans),
-                    n_rows,
-                    tuple(tokens),
-                    sequence.n_cached,
-                    n_logits if wanted else -1,
-                    wanted,
-                    is_prefill,
-                )
-            )
-            n_rows += len(tokens)
-            n_logits += wanted
-
         for sequence in self.running:
             if sequence.is_prefilling:
                 continue
@@ -174,8 +177,10 @@ class Scheduler:
             # A draft beyond the last token that may be generated would be wasted.
             left = sequence.max_tokens - sequence.n_generated - 1
             drafts = sequence.drafts[: max(0, min(left, room - 1))]
-            add(sequence, [sequence.tokens[-1], *drafts], 1 + len(drafts), False)
-        is_prefill = False
+            tokens = (sequence.tokens[-1], *drafts)
+            spans.append(Span(sequence, tokens, sequence.n_cached, len(tokens), is_prefill=False))
+            n_rows += len(tokens)
+            n_logits += len(tokens)
         for sequence in self.running:
             if not sequence.is_prefilling:
                 continue
@@ -184,51 +189,83 @@ class Scheduler:
                 room = min(room, self._max_logits - n_logits)
             if room < 1 or self._max_logits - n_logits < 1:
                 break
-            tokens = sequence.tokens[sequence.n_cached : sequence.n_cached + room]
+            tokens = tuple(sequence.tokens[sequence.n_cached : sequence.n_cached + room])
             reaches_end = sequence.n_cached + len(tokens) == len(sequence.tokens)
-            add(sequence, tokens, len(tokens) if self._all_logits else int(reaches_end), True)
-            is_prefill = True
+            n_wanted = len(tokens) if self._all_logits else int(reaches_end)
+            spans.append(Span(sequence, tokens, sequence.n_cached, n_wanted, is_prefill=True))
             break
-        if not spans:
-            return None
-        return Plan(tuple(spans), n_rows, n_logits, is_prefill)
+        return Plan.of(spans) if spans else None
 
-    def complete(self, plan: Plan, choose: Callable[[Sequence, int, int], int]) -> list[Advance]:
-        """Apply a finished step. ``choose(sequence, logit_row, position)`` samples the token of ``position``.
+    def again(self, plan: Plan, *, is_apart: bool) -> list[Plan]:
+        """What of a step that came to nothing has to run again: without drafts, of which one may be the reason, and, when
+        ``is_apart``, each sequence in a step of its own, so that it suffers from itself alone."""
+        spans = [span.without_drafts() for span in plan.spans if span.sequence in self.running]
+        if is_apart:
+            return [Plan.of([span]) for span in spans]
+        return [Plan.of(spans)] if spans else []
 
-        A draft row counts only while every earlier draft of its span equals the token chosen there.
+    def complete(
+        self, plan: Plan, choose: Callable[[Sequence, int, int], int | Fault], faults: Mapping[int, Fault] | None = None
+    ) -> list[Advance]:
+        """Apply a finished step. ``choose(sequence, logit_row, position)`` samples the token of ``position``; ``faults`` are
+        the rows of the step that have no true result.
+
+        A draft row counts only while every earlier draft of its span equals the token chosen there. Its fault does not
+        count earlier either: a sequence ends where it would have ended without drafts.
         """
+        faults = faults or {}
         out = []
         for span in plan.spans:
-            sequence = span.sequence
-            if sequence not in self.running:
+            if span.sequence not in self.running:
                 continue  # aborted while the step ran
-            advance = Advance(sequence, span)
+            advance = Advance(span.sequence, span)
             out.append(advance)
-            if sequence.error is not None:
-                continue
             if span.is_prefill:
-                advance.n_kept_rows = span.n_rows
-                sequence.n_cached += span.n_rows
-                if sequence.n_cached == len(sequence.tokens):
-                    self._take(advance, span.logit_first + span.n_logits - 1, choose)
-                continue
-            drafts = span.tokens[1:]
-            sequence.n_drafted += len(drafts)
-            for i in range(span.n_rows):
-                sequence.n_cached += 1
-                advance.n_kept_rows += 1
-                token = self._take(advance, span.logit_first + i, choose)
-                if sequence.finish_reason or i == len(drafts) or token != drafts[i]:
-                    break
-                sequence.n_accepted += 1
-            sequence.drafts = []
+                self._complete_chunk(advance, choose, faults)
+            else:
+                self._complete_decode(advance, choose, faults)
         return out
 
+    def _complete_chunk(
+        self, advance: Advance, choose: Callable[[Sequence, int, int], int | Fault], faults: Mapping[int, Fault]
+    ) -> None:
+        sequence, span = advance.sequence, advance.span
+        found = (faults[row] for row in range(span.first, span.first + span.n_rows) if row in faults)
+        sequence.error = next(found, None)
+        if sequence.error:
+            return
+        advance.n_kept_rows = span.n_rows
+        sequence.n_cached += span.n_rows
+        if sequence.n_cached == len(sequence.tokens):
+            self._take(advance, span.logit_first + span.n_logits - 1, choose)
+
+    def _complete_decode(
+        self, advance: Advance, choose: Callable[[Sequence, int, int], int | Fault], faults: Mapping[int, Fault]
+    ) -> None:
+        sequence, span = advance.sequence, advance.span
+        drafts = span.tokens[1:]
+        sequence.n_drafted += len(drafts)
+        sequence.drafts = []
+        for i in range(span.n_rows):
+            sequence.error = faults.get(span.first + i)
+            if sequence.error:
+                return
+            sequence.n_cached += 1
+            advance.n_kept_rows += 1
+            token = self._take(advance, span.logit_first + i, choose)
+            if sequence.is_over or i == len(drafts) or token != drafts[i]:
+                return
+            sequence.n_accepted += 1
+            advance.n_accepted += 1
+
     @staticmethod
-    def _take(advance: Advance, logit_row: int, choose: Callable[[Sequence, int, int], int]) -> int:
+    def _take(advance: Advance, logit_row: int, choose: Callable[[Sequence, int, int], int | Fault]) -> int | None:
+        """The token that was chosen; None when there is none."""
         sequence = advance.sequence
         token = choose(sequence, logit_row, len(sequence.tokens))
+        if isinstance(token, Fault):
+            sequence.error = token
+            return None
         advance.text += sequence.append(token)
         advance.new_tokens.append(token)
         advance.logit_rows.append(logit_row)

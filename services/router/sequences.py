@@ -10,8 +10,13 @@ from dataclasses import dataclass, field
 
 from services.router.text_stream import TextStream
 
-NO_DRAFTS = -1
-"""In ``n_mtp``: the drafter's cache has a gap, or there is no drafter; this sequence goes on without drafts."""
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a row has no true result, or a request no further token: a code for programs and a sentence for people."""
+
+    code: str
+    message: str
 
 
 @dataclass
@@ -23,7 +28,7 @@ class SamplingParams:
     seed: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """One request in progress. ``tokens`` = prompt and answer; the KV cache holds the first ``n_cached`` of them."""
 
@@ -36,13 +41,19 @@ class Sequence:
     eos_ids: frozenset[int] = frozenset()
     n_logprobs: int | None = None
     n_cached: int = 0
-    n_mtp: int = 0  # pairs that the drafter has absorbed without a gap
-    drafts: list[int] = field(default_factory=list)
+    drafts: list[int] = field(
+        default_factory=list
+    )  # guesses of the tokens behind the newest; whoever has some puts them here
     blocks: list[int] = field(default_factory=list)
     n_drafted: int = 0
     n_accepted: int = 0
-    error: tuple[str, str] | None = None  # (code, message): ends the sequence when its step is over
+    error: Fault | None = None
     finish_reason: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """No further token will come."""
+        return bool(self.finish_reason) or self.error is not None
 
     @property
     def n_generated(self) -> int:

@@ -6,4 +6,4 @@ defaults; ``tests/contract`` holds the golden bytes. This package imports msgspe
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2

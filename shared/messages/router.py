@@ -49,9 +49,13 @@ class Abort(Msg, tag="abort", frozen=True, array_like=True, gc=False):
 
 
 class LogitsReady(Msg, tag="logits_ready", frozen=True, array_like=True, gc=False):
-    """Attention -> Router: ``logits`` (and ``final`` when asked) of a finished step are in the frame."""
+    """Attention -> Router: ``logits`` (and ``final`` when asked) of a finished step are in the frame.
+
+    ``n_faults``: the LayerFailed messages of this step. They come from others and may be late: wait for so many.
+    """
 
     step: Step
+    n_faults: int = 0
 
 
 class InputReady(Msg, tag="input_ready", frozen=True, array_like=True, gc=False):

@@ -23,6 +23,7 @@ import numpy as np
 from services.attention.service import AttentionService
 from services.drafter.service import DrafterService
 from services.expert_io.service import ExpertIoService
+from services.router.group import RingView
 from services.router.service import RouterService
 from shared.container.reader import Container
 from shared.log import Log
@@ -152,20 +153,29 @@ class Ring:
         self.answers: dict[str, Answer] = {}
         self._gateway = Decoder((TokenOut, RequestDone, RequestRefused, *_other_gateway_messages()))
         self.on_deliver: Callable[[str, str, Any], bool] | None = None
+        self._incarnation = dict.fromkeys(SERVICES, 0)
         try:
             for name in SERVICES:
                 self.start(name)
         except BaseException:
             self.close()
             raise
-        self.services["router"].group_changed(True, bool(config.n_drafts))
 
     def start(self, name: str) -> None:
-        """(Re)start one service."""
+        """(Re)start one service; the router learns of it, as from the control plane."""
         service = SERVICES[name]()
         service.load(QueueContext(self.config, QueueBus(self, name), Log(name)))
         self.services[name] = service
         self._decoders[name] = Decoder(service.receives)
+        self._incarnation[name] += 1
+        self._tell_router()
+
+    def _tell_router(self) -> None:
+        if "router" in self.services:
+            there = {name: n for name, n in self._incarnation.items() if name in self.services}
+            drafter = there.get("drafter", 0) if self.config.n_drafts else 0
+            view = RingView(1, there.get("attention", 0), there.get("expert_io", 0), drafter)
+            self.services["router"].ring_changed(view)
 
     def __enter__(self) -> Ring:
         return self
@@ -185,12 +195,13 @@ class Ring:
         self._order.append((sender, receiver))
 
     def kill(self, service: str) -> None:
-        """The service ends; what it had sent or not yet received is gone."""
+        """The service ends; what it had sent or not yet received is gone. The router learns of it."""
         self.services.pop(service).close()
         for pair in list(self._queues):
             if service in pair:
                 del self._queues[pair]
         self._order = deque(pair for pair in self._order if service not in pair)
+        self._tell_router()
 
     def _next(self) -> tuple[str, str, bytes] | None:
         while self._order:
