@@ -22,17 +22,25 @@ from shared.run.terminal import say
     show_default=True,
     help="int4: experts and projections with one scale per 64 inputs, embedding, head and MTP layer int8.",
 )
+@click.option(
+    "--mtp/--no-mtp", "has_mtp", default=True, help="--no-mtp leaves the MTP layer out: the same text, but no drafts."
+)
 @click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads that pack experts.")
-def command(source: Path, out: Path, precision: str, threads: int) -> None:
+def command(source: Path, out: Path, precision: str, has_mtp: bool, threads: int) -> None:
     """Convert the checkpoint in HF_DIR (f32, bf16, f16 or fp8 block-128) to a container in OUT.
 
     Interrupted at any moment, the same command goes on where it stopped. A finished container is never overwritten.
     """
-    conversion = Conversion(source, precision)
+    conversion = Conversion(source, precision, has_mtp=has_mtp)
     say(conversion.describe())
+    for note in conversion.notes():
+        say(f"note: {note}")
     if (out / INDEX_NAME).exists() and conversion.is_finished(out):
         say(f"{out} already is a container of this config.json in {precision}; nothing to do.")
-        say("If the weights have changed since, convert them to another directory.")
+        say(
+            f"Whether it was made from these very weights: colibri verify {out} --against {source}. Changed ones need another "
+            "directory."
+        )
         made_by = Container.open(out).converter.version
         if made_by != VERSION:
             say(f"Converter {made_by} made it, this is {VERSION}: another directory would get other, better roundings.")

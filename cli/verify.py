@@ -1,9 +1,10 @@
-"""``colibri verify``: every byte of a container against its checksums."""
+"""``colibri verify``: every byte of a container against its checksums, and its origin against the checkpoint."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -15,27 +16,45 @@ _SHOWN = 20
 
 
 @click.command("verify")
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="MODEL", type=click.Path(path_type=Path))
 @click.option("--mirror", "mirrors", multiple=True, metavar="DIR", help="Expert files may also lie in DIR.")
-def command(directory: Path, mirrors: tuple[str, ...]) -> None:
-    """Read the whole container in DIRECTORY and compare every checksum. Exit code 70 when something is damaged."""
+@click.option("--against", "source", metavar="HF_DIR", type=click.Path(path_type=Path),
+              help="Also read the checkpoint HF_DIR: is MODEL made from the very bytes that it holds?")  # fmt: skip
+def command(directory: Path, mirrors: tuple[str, ...], source: Path | None) -> None:
+    """Read the whole container MODEL and compare every checksum. Exit code 70 when something is damaged."""
     container = Container.open(directory, mirrors)
     total = sum(entry.bytes + entry.scale_bytes for entry in container.dense.values())
     total += sum(file.record_bytes * file.n_experts for file in container.experts.values())
-    complaints = [complaint] if (complaint := container.fingerprint_complaint()) else []
-    n_parts = 1
+    complaint = container.fingerprint_complaint()
+    complaints = [complaint] if complaint else []
+    found, n_parts = _read_all("verifying", total, ((n, words) for _, n, words in container.verify()))
+    complaints += found
+    n_parts += 1
+    if source is not None:
+        from conversion.provenance import compare_sources
+
+        found, n_more = _read_all("comparing", total, compare_sources(container, source))
+        complaints += found
+        n_parts += n_more
+    if complaints:
+        for complaint in complaints[:_SHOWN]:
+            complain(f"damaged: {complaint}")
+        complain(f"colibri: {len(complaints)} of {n_parts} parts of {directory} are damaged.")
+        sys.exit(70)
+    say("all checksums agree" + ("" if source is None else f", and {source} is what it was made from"))
+
+
+def _read_all(label: str, total: int, parts: Iterator[tuple[int, str | None]]) -> tuple[list[str], int]:
+    """(complaints, number of parts) of (bytes, complaint) each, with a bar and the rate."""
+    complaints = []
+    n_parts = 0
     start = time.monotonic()
-    with click.progressbar(length=total, label="verifying") as bar:
-        for _, n_bytes, complaint in container.verify():
+    with click.progressbar(length=total, label=label) as bar:
+        for n_bytes, complaint in parts:
             bar.update(n_bytes)
             n_parts += 1
             if complaint is not None:
                 complaints.append(complaint)
     seconds = max(time.monotonic() - start, 1e-9)
     say(f"{n_parts} parts, {total:,} bytes in {seconds:.1f} s: {total / seconds / 1e9:.2f} GB/s")
-    if complaints:
-        for complaint in complaints[:_SHOWN]:
-            complain(f"damaged: {complaint}")
-        complain(f"colibri: {len(complaints)} of {n_parts} parts of {directory} are damaged.")
-        sys.exit(70)
-    say("all checksums agree")
+    return complaints, n_parts

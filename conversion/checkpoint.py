@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,14 +21,19 @@ import numpy as np
 from shared.container.checksum import checksum
 from shared.container.format import PLAIN_FILE_NAME
 from shared.container.pack import F32, from_bf16
-from shared.container.safetensors_file import TensorEntry, read_header
+from shared.container.recognise import shard_names
+from shared.container.safetensors_file import FileHeader, TensorEntry, header_of
 from shared.errors import ContainerError, ShortRead
+from shared.files import open_file, read_file, strict_json
 
 FP8_BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 _INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16, "F8_E4M3": np.uint8}
-_INDEX_LIMIT_BYTES = 256 << 20
+_INDEX_LIMIT_BYTES = 64 << 20
+_PIECE_BYTES = 16 << 20
+_CLOCK_GRAIN_NS = 2_000_000_000
+_NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 
 
 def _fp8_table() -> F32:
@@ -46,13 +53,36 @@ class SourceTensor(msgspec.Struct, frozen=True):
     entry: TensorEntry
 
 
+class _FileState(NamedTuple):
+    """What a file system says of a file: equal states, equal bytes, unless it was written within the clock's grain."""
+
+    device: int
+    inode: int
+    n_bytes: int
+    modified_ns: int
+    changed_ns: int
+
+    @staticmethod
+    def of(stat: os.stat_result) -> _FileState:
+        return _FileState(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
 class Checkpoint:
     """Headers of all shards, checked; ``rows`` reads. Names are without the prefix that some repositories add."""
 
-    def __init__(self, directory: Path, tensors: dict[str, SourceTensor], files: dict[str, str], prefix: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        tensors: dict[str, SourceTensor],
+        files: dict[str, str],
+        prefix: str,
+        states: dict[str, _FileState],
+    ) -> None:
         self.directory, self.tensors, self.prefix = directory, tensors, prefix
         self.files = files
-        """Shard -> what identifies it: bytes and a checksum of its tensor list."""
+        """Shard -> bytes and a checksum of its tensor list; its content may differ all the same (``digest``)."""
+        self._states = states
+        self._settled_ns = time.time_ns() - _CLOCK_GRAIN_NS
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -62,28 +92,75 @@ class Checkpoint:
         names, weight_map = _shards(directory)
         tensors: dict[str, SourceTensor] = {}
         files: dict[str, str] = {}
+        states: dict[str, _FileState] = {}
+        wanted = {file: name for name, file in reversed((weight_map or {}).items())}
         for file in names:
-            header = read_header(directory / file)
+            header, states[file] = _read_shard(directory / file, wanted.get(file, ""))
             listing = json.dumps([[name, msgspec.to_builtins(entry)] for name, entry in sorted(header.tensors.items())])
             files[file] = f"{header.file_bytes}:{checksum(listing.encode())}"
             for name, entry in header.tensors.items():
-                if weight_map is not None and weight_map.get(name, file) != file:
-                    continue
                 if name in tensors:
                     raise ContainerError(
-                        f"{directory}: tensor {name!r} is in both {tensors[name].file} and {file}. "
-                        f"Remove the shard that does not belong to the checkpoint, or add its {_INDEX_FILE}."
+                        f"{directory}: tensor {name!r} is in both {tensors[name].file} and {file}. Remove the shard that does "
+                        "not belong to the checkpoint."
+                    )
+                if weight_map is not None and weight_map.get(name, file) != file:
+                    raise ContainerError(
+                        f"{directory / _INDEX_FILE} says that {weight_map[name]} holds {name!r}, but it is in {file}. Copy the "
+                        "index and the shards again."
                     )
                 tensors[name] = SourceTensor(file, entry)
         for name, file in (weight_map or {}).items():
             if name not in tensors:
                 raise ContainerError(
-                    f"{_INDEX_FILE} says that {file} holds {name!r}, but it does not. Copy both again."
+                    f"{directory / _INDEX_FILE} says that {file} holds {name!r}, but it does not. Copy both again."
                 )
         prefix = _common_prefix(tensors)
         if prefix:
             tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        return Checkpoint(directory, tensors, files, prefix)
+        return Checkpoint(directory, tensors, files, prefix, states)
+
+    # ---- is it still what was read? -------------------------------------------------------------------------------
+
+    def state_of(self, names: Iterable[str]) -> str:
+        """Stands for the state of the files that hold these tensors and their scales, "" when nothing can be told from it.
+
+        Equal strings in two runs: the files were not written, replaced or moved between them.
+        """
+        states = [self._states[file] for file in sorted({self.tensors[name].file for name in names})]
+        if any(state.changed_ns > self._settled_ns for state in states):
+            return ""  # written a moment ago: perhaps again, without a later time
+        return checksum(repr([tuple(state) for state in states]).encode())
+
+    def digest(self, names: Iterable[str]) -> str:
+        """XXH64 that stands for these tensors' dtypes, shapes and bytes, read now; their scales must be named too."""
+        found = []
+        for name in names:
+            entry = self.tensors[name].entry
+            sums = []
+            piece = np.empty(min(_PIECE_BYTES, entry.n_bytes), np.uint8)
+            for at in range(0, entry.n_bytes, _PIECE_BYTES):
+                view = memoryview(piece.data)[: min(_PIECE_BYTES, entry.n_bytes - at)]
+                self._fill(name, view, entry.offset + at)
+                sums.append(checksum(view))
+            found.append([name, entry.dtype, entry.shape, sums])
+        return checksum(json.dumps(found).encode())
+
+    def require_unchanged(self) -> None:
+        """ContainerError when a shard is no longer the file whose header was read, or was written since."""
+        for file in self._states:
+            path = self.directory / file
+            try:
+                is_same = _FileState.of(os.stat(path)) == self._states[file]
+            except OSError:
+                is_same = False
+            if not is_same:
+                raise _has_changed(str(path))
+
+    def parts_of(self, name: str) -> list[str]:
+        """The tensor, and its scales if it has any."""
+        scale = name + SCALE_SUFFIX
+        return [name, scale] if scale in self.tensors else [name]
 
     def close(self) -> None:
         for fd in self._fds.values():
@@ -106,31 +183,31 @@ class Checkpoint:
         entry = self.tensors[name].entry
         if entry.shape != shape:
             raise ContainerError(
-                f"{self._where(name)} has shape {list(entry.shape)}, config.json calls for {list(shape)}. "
+                f"{self.where(name)} has shape {list(entry.shape)}, config.json calls for {list(shape)}. "
                 "Use the config.json and the weights of the same model."
             )
         if entry.dtype not in _DTYPES:
             raise ContainerError(
-                f"{self._where(name)} has dtype {entry.dtype}; what can be read is {', '.join(_DTYPES)}. "
+                f"{self.where(name)} has dtype {entry.dtype}; what can be read is {', '.join(_DTYPES)}. "
                 "Use the bf16 or the fp8 block-128 repository of the model."
             )
         scale_name = name + SCALE_SUFFIX
         if entry.dtype != "F8_E4M3":
             if scale_name in self.tensors:
                 raise ContainerError(
-                    f"{self._where(name)} has dtype {entry.dtype} and yet a scale {scale_name!r}. Only F8_E4M3 "
+                    f"{self.where(name)} has dtype {entry.dtype} and yet a scale {scale_name!r}. Only F8_E4M3 "
                     "tensors have one."
                 )
             return [name]
         if scale_name not in self.tensors or len(shape) != 2:
             raise ContainerError(
-                f"{self._where(name)} is F8_E4M3 but has no {scale_name!r}: its values can't be known. Complete the checkpoint."
+                f"{self.where(name)} is F8_E4M3 but has no {scale_name!r}: its values can't be known. Complete the checkpoint."
             )
         blocks = tuple(-(-dim // FP8_BLOCK) for dim in shape)
         scale = self.tensors[scale_name].entry
         if scale.shape != blocks or scale.dtype not in ("F32", "BF16"):
             raise ContainerError(
-                f"{self._where(scale_name)} must be F32 {list(blocks)} (blocks of 128 x 128, the last one partial), "
+                f"{self.where(scale_name)} must be F32 {list(blocks)} (blocks of 128 x 128, the last one partial), "
                 f"found {scale.dtype} {list(scale.shape)}. Other block sizes are not supported."
             )
         return [name, scale_name]
@@ -158,55 +235,103 @@ class Checkpoint:
             yield self.rows(name, start, start + n_rows)
 
     def _read(self, name: str, start: int, stop: int) -> Any:
-        tensor = self.tensors[name]
-        entry = tensor.entry
+        entry = self.tensors[name].entry
         data = np.empty((stop - start, *entry.shape[1:]), _DTYPES[entry.dtype])
         row_bytes = entry.n_bytes // entry.shape[0]
-        view = memoryview(data.reshape(-1).view(np.uint8).data)
-        at, done = entry.offset + start * row_bytes, 0
+        self._fill(name, memoryview(data.reshape(-1).view(np.uint8).data), entry.offset + start * row_bytes)
+        return data
+
+    def _fill(self, name: str, view: memoryview, at: int) -> None:
+        done = 0
         try:
-            with self._lock:
-                if tensor.file not in self._fds:
-                    self._fds[tensor.file] = os.open(self.directory / tensor.file, os.O_RDONLY | os.O_CLOEXEC)
-                fd = self._fds[tensor.file]
+            fd = self._fd(name)
             while done < len(view):
                 n_read = os.preadv(fd, [view[done : done + (64 << 20)]], at + done)
                 if n_read == 0:
                     raise ShortRead(
-                        f"{self._where(name)}: expected {len(view):,} bytes at offset {at:,}, the file ends after "
+                        f"{self.where(name)}: expected {len(view):,} bytes at offset {at:,}, the file ends after "
                         f"{done:,}. Copy it again."
                     )
                 done += n_read
         except OSError as error:
-            raise ContainerError(f"{self._where(name)} can't be read at offset {at:,}: {error.strerror}.") from None
-        return data
+            raise ContainerError(f"{self.where(name)} can't be read at offset {at:,}: {error.strerror}.") from None
 
-    def _where(self, name: str) -> str:
+    def _fd(self, name: str) -> int:
+        file = self.tensors[name].file
+        with self._lock:
+            if file not in self._fds:
+                fd = open_file(self.directory / file)
+                if _FileState.of(os.fstat(fd)) != self._states[file]:
+                    os.close(fd)
+                    raise _has_changed(self.where(name))
+                self._fds[file] = fd
+            return self._fds[file]
+
+    def where(self, name: str) -> str:
+        """File and full name of a tensor, for complaints."""
         return f"{self.directory / self.tensors[name].file}: tensor {self.prefix + name!r}"
+
+
+def _read_shard(path: Path, wanted: str) -> tuple[FileHeader, _FileState]:
+    try:
+        fd = open_file(path)
+    except FileNotFoundError:
+        holding = f" (it should hold {wanted!r})" if wanted else ""
+        raise ContainerError(f"{path} is missing{holding}. Copy it again from where the model came from.") from None
+    except OSError as error:
+        raise ContainerError(f"{path} can't be read: {error.strerror}.") from None
+    try:
+        return header_of(fd, path, wanted), _FileState.of(os.fstat(fd))
+    finally:
+        os.close(fd)
+
+
+def _has_changed(where: str) -> ContainerError:
+    return ContainerError(
+        f"{where} has changed since the header was read. When the file is complete, run the same command again: what was "
+        "made from other bytes is made anew."
+    )
 
 
 def _shards(directory: Path) -> tuple[list[str], dict[str, str] | None]:
     """Names of the shards, and the index's map of tensors when there is an index."""
     path = directory / _INDEX_FILE
-    if not path.exists():
-        names = sorted(file.name for file in directory.glob("*.safetensors"))
+    if not os.path.lexists(path):
+        names = shard_names(os.listdir(directory))
         if not names:
             raise ContainerError(
                 f"{directory} holds no *.safetensors file. Give the directory of a downloaded checkpoint."
             )
+        _require_all_numbers(directory, names)
         return names, None
     try:
-        if path.stat().st_size > _INDEX_LIMIT_BYTES:
-            raise ValueError("too large")
-        weight_map = msgspec.convert(json.loads(path.read_bytes())["weight_map"], dict[str, str])
-    except (ValueError, KeyError, TypeError, RecursionError, msgspec.ValidationError) as error:
+        index = strict_json(read_file(path, _INDEX_LIMIT_BYTES))
+        weight_map = msgspec.convert(index["weight_map"], dict[str, str])
+    except OSError as error:
+        raise ContainerError(f"{path} can't be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
         raise ContainerError(
             f'{path} is malformed ({error}): it must have a "weight_map" of names. Copy it again.'
         ) from None
-    for file in weight_map.values():
+    for name, file in weight_map.items():
         if not PLAIN_FILE_NAME.fullmatch(file):
-            raise ContainerError(f"{path} names the file {file!r}; a shard must lie in the same directory.")
+            raise ContainerError(f"{path} says that {file!r} holds {name!r}; a shard must lie in the same directory.")
     return sorted(set(weight_map.values())), weight_map
+
+
+def _require_all_numbers(directory: Path, names: list[str]) -> None:
+    """Without an index only the names tell that a shard is missing: model-00001-of-00003.safetensors."""
+    found: dict[tuple[str, str, int], str] = {}
+    for match in filter(None, map(_NUMBERED.fullmatch, names)):
+        found[match[1], match[3], len(match[2])] = match[0]
+    for (stem, n_all, width), known in found.items():
+        # With fewer files than that one of the first numbers is missing.
+        for i in range(1, min(int(n_all), len(names) + 1) + 1):
+            name = f"{stem}-{i:0{width}}-of-{n_all}.safetensors"
+            if name not in names:
+                raise ContainerError(
+                    f"{directory / name} is missing: {known} is one of {int(n_all):,}. Copy it from where the model came from."
+                )
 
 
 def _common_prefix(names: Iterable[str]) -> str:

@@ -5,6 +5,7 @@ Bounded memory: matrices are read, packed and written in pieces of a few thousan
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ import msgspec
 import numpy as np
 
 from conversion.checkpoint import Checkpoint
-from conversion.writer import ContainerWriter
+from conversion.layouts import find_foreign
+from conversion.writer import ContainerWriter, Evidence
 from shared.container.checksum import checksum
 from shared.container.format import (
     INDEX_NAME,
@@ -30,6 +32,8 @@ from shared.container.pack import F32, TILE_ROWS, pack_matrix, quantise_rows, to
 from shared.container.reader import Container
 from shared.container.recognise import why_no_checkpoint
 from shared.errors import ConfigError, ContainerError
+from shared.files import read_file
+from shared.model.config_reader import read_json, without_mtp
 from shared.model.families import source_name
 from shared.model.spec import ModelSpec
 from shared.model.tensors import Source
@@ -57,30 +61,43 @@ COPIED_FILES = (
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
+_FOR_PEOPLE = ("LICENSE", "README.md")
+_COPY_LIMIT_BYTES = 256 << 20
+_OTHER_TOKENIZERS = ("tokenizer.model", "tiktoken.model", "vocab.json")
 _CHUNK_VALUES = 8 << 20
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
 class Conversion:
-    """One checkpoint and one precision: checked completely before anything is written."""
+    """One checkpoint and one precision: checked completely before anything is written.
 
-    def __init__(self, source: Path, precision: str) -> None:
+    ``has_mtp``: False leaves the MTP layer out, whatever config.json promises and the shards hold of one.
+    """
+
+    def __init__(self, source: Path, precision: str, *, has_mtp: bool = True) -> None:
         if precision not in PRECISIONS:
             raise ConfigError(f"--precision must be one of {', '.join(PRECISIONS)}, found {precision!r}.")
         if (source / INDEX_NAME).exists():
             raise ContainerError(f"{source} is already a container; give the directory of the original checkpoint.")
         if complaint := why_no_checkpoint(source):
             raise ContainerError(complaint)
-        self.source, self.precision = source, precision
-        self.spec = ModelSpec.load(source)
+        self.source, self.precision, self.has_mtp = source, precision, has_mtp
+        self.spec = ModelSpec.load(source, has_mtp=has_mtp)
         self.plan: ContainerPlan = plan_container(self.spec, PRECISIONS[precision])
+        self.copied: dict[str, bytes] = {
+            name: data for name in COPIED_FILES if (data := self._read_small(name)) is not None
+        }
+        if not has_mtp:
+            config = without_mtp(read_json(source / "config.json"))
+            self.copied["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
         self.checkpoint = Checkpoint.open(source)
+        self._refuse_foreign_layouts()
         self._check_tensors()
 
     @property
     def identity(self) -> dict[str, Any]:
         """What a resumed run must have in common with the first one."""
-        config = checksum((self.source / "config.json").read_bytes())
+        config = checksum(self.copied["config.json"])
         return {
             "command": "convert",
             "version": VERSION,
@@ -112,8 +129,19 @@ class Conversion:
     def is_finished(self, out: Path) -> bool:
         """Whether ``out`` already is the container of this checkpoint in this precision, as far as can be told cheaply."""
         index = Container.open(out)
-        same_config = (out / "config.json").read_bytes() == (self.source / "config.json").read_bytes()
+        same_config = read_file(out / "config.json", _COPY_LIMIT_BYTES) == self.copied["config.json"]
         return same_config and index.precision == self.plan.precision
+
+    def notes(self) -> list[str]:
+        """What the user should know before hours are spent."""
+        if "tokenizer.json" in self.copied:
+            return []
+        other = next((name for name in _OTHER_TOKENIZERS if name in self.copied), None)
+        instead = f"it has {other}, which is not read; " if other else ""
+        return [
+            f"{self.source} has no tokenizer.json, so the model will take token ids and no text ({instead}copy a "
+            "tokenizer.json of this model into the directory, before or after)."
+        ]
 
     def run(self, out: Path, progress: Callable[[int], None] = lambda _: None, n_threads: int = 2) -> Index:
         """Writes the container (or what is missing of it). The caller's thread writes; packing runs beside it."""
@@ -124,26 +152,76 @@ class Conversion:
             with ThreadPoolExecutor(n_threads) as pool:
                 self._ahead = Ahead(pool, self._make_expert, depth=n_threads + 1)
                 try:
-                    writer.write(self._make_dense, self._ahead.get, progress)
+                    writer.write(self._make_dense, self._ahead.get, progress, self.witness)
                 finally:
                     self._ahead.cancel()
-            writer.copy_files(self.source, [name for name in COPIED_FILES if (self.source / name).is_file()])
-            return writer.finish(self.spec.family, Converter(VERSION, {"precision": self.precision}))
+            self.checkpoint.require_unchanged()
+            for name, data in self.copied.items():
+                writer.put_file(name, data)
+            arguments = {"precision": self.precision} | ({} if self.has_mtp else {"mtp": "left out"})
+            return writer.finish(self.spec.family, Converter(VERSION, arguments))
+
+    def witness(self, source: DenseItem | tuple[ExpertFilePlan, int], earlier: Evidence | None) -> Evidence:
+        """Of the checkpoint's bytes that an item or an expert is made from."""
+        if isinstance(source, DenseItem):
+            named = [self._source(source).name]
+        else:
+            named = [name for name, _ in self._expert_sources(*source)]
+        names = [part for name in named for part in self.checkpoint.parts_of(name)]
+        state = self.checkpoint.state_of(names)
+        if earlier and earlier.state and earlier.state == state:
+            return earlier
+        return Evidence(self.checkpoint.digest(names), state)
 
     # ---- checks ---------------------------------------------------------------------------------------------------
 
+    def _read_small(self, name: str) -> bytes | None:
+        """A file that is copied unchanged; None when there is none."""
+        try:
+            return read_file(self.source / name, _COPY_LIMIT_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if name in _FOR_PEOPLE:
+                return None
+            raise ContainerError(f"{self.source / name} can't be read: {error.strerror}.") from None
+
+    def _refuse_foreign_layouts(self) -> None:
+        found = find_foreign({name: tensor.entry for name, tensor in self.checkpoint.tensors.items()})
+        if found:
+            raise ContainerError(
+                f"{self.checkpoint.where(found.tensor)}: this checkpoint is in a layout that is not understood: {found.what}. "
+                f"{found.remedy}"
+            )
+
+    def _is_mtp(self, name: str) -> bool:
+        return name.startswith((f"model.layers.{self.spec.mtp_layer}.", "mtp."))
+
     def _check_tensors(self) -> None:
+        names = self.checkpoint.tensors
+        if self.spec.n_mtp and not any(map(self._is_mtp, names)):
+            raise ContainerError(
+                f'{self.source}: config.json promises an MTP layer ("num_nextn_predict_layers"), but no tensor '
+                f"'model.layers.{self.spec.mtp_layer}.*' is there. Complete the checkpoint, or convert it without that layer: "
+                "--no-mtp (the same text, but no drafts)."
+            )
         used: set[str] = set()
         for file in self.plan.dense:
             for item in file.items:
                 source = self._source(item)
-                used.update(self.checkpoint.require(source.name, source.shape))
+                used.update(self._require(source.name, source.shape))
         for layer in self.plan.experts:
             for expert in range(layer.n_experts):
                 for name, shape in self._expert_sources(layer, expert):
-                    used.update(self.checkpoint.require(name, shape))
+                    used.update(self._require(name, shape))
         self._check_copies(used)
-        unknown = sorted(name for name in set(self.checkpoint.tensors) - used if not self._is_ignored(name))
+        unknown = sorted(name for name in set(names) - used if not self._is_ignored(name))
+        if unknown and not self.spec.n_mtp and all(map(self._is_mtp, unknown)):
+            raise ContainerError(
+                f"{self.checkpoint.where(unknown[0])}: the shards hold an MTP layer ({len(unknown)} tensors), which has no "
+                'place in a model whose config.json has no "num_nextn_predict_layers". Use the config.json that belongs '
+                "to them, or convert without that layer: --no-mtp."
+            )
         if unknown:
             shown = ", ".join(repr(self.checkpoint.prefix + name) for name in unknown[:4])
             raise ContainerError(
@@ -152,6 +230,14 @@ class Conversion:
                 f"{', ...' if len(unknown) > 4 else ''}. Leaving weights out would change the model; use the "
                 "config.json that belongs to them."
             )
+
+    def _require(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        if name not in self.checkpoint and self._is_mtp(name):
+            raise ContainerError(
+                f"{self.source} has no tensor {self.checkpoint.prefix + name!r}, part of the MTP layer that its config.json "
+                "promises. Complete the checkpoint, or convert it without that layer: --no-mtp (the same text, but no drafts)."
+            )
+        return self.checkpoint.require(name, shape)
 
     def _check_copies(self, used: set[str]) -> None:
         """Copies of the embedding and the head (in the MTP layer, or under tied weights) are dropped only when equal."""
@@ -173,7 +259,7 @@ class Conversion:
             if not self._is_equal(copy, original):
                 raise ContainerError(
                     f"{self.source}: {copy!r} differs from {original!r}; the container shares one matrix for both. "
-                    "A model whose MTP layer has an embedding or head of its own is not supported."
+                    "A model whose MTP layer has an embedding or head of its own is not supported; --no-mtp leaves it out."
                 )
 
     def _is_equal(self, a: str, b: str) -> bool:
@@ -185,7 +271,7 @@ class Conversion:
 
     def _is_ignored(self, name: str) -> bool:
         """Tensors that the layer's attention says it has no use for, and buffers that are no weights."""
-        if name.endswith(_IGNORED_SUFFIXES):
+        if name.endswith(_IGNORED_SUFFIXES) or (not self.has_mtp and self._is_mtp(name)):
             return True
         parts = name.split(".", 3)
         if parts[:2] != ["model", "layers"] or not parts[2].isdigit() or len(parts) < 4:

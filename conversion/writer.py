@@ -1,8 +1,9 @@
 """Writes a container file by file: atomic, resumable, never over a finished one. Run by ``colibri convert`` and ``synth``.
 
 While work is in progress ``OUT/.unfinished/`` holds the identity of the work (``plan.json``) and, per file, a journal with
-one line per finished group of tensors: their checksums. A file is written under ``NAME.partial``. On resume the groups
-that the journal names are hashed again and kept as far as they agree, so a torn write or a power cut costs one group.
+one line per finished group of tensors: their checksums, and evidence of the bytes that they were made from. A file is written
+under ``NAME.partial``. On resume every group that the journal names is hashed again, and its source too unless that is the
+same untouched file; groups are kept as far as both agree. So whatever was torn, damaged or replaced costs no more than time.
 ``colibri.json`` comes last; then ``.unfinished`` goes away. A lock on the directory keeps a second writer out.
 """
 
@@ -32,14 +33,39 @@ from shared.container.format import (
     Index,
     Stored,
 )
+from shared.container.reader import fingerprint_of
+from shared.container.recognise import UNFINISHED_DIR as STATE_DIR
 from shared.container.safetensors_file import build_header
 from shared.errors import CapacityError, ContainerError
+from shared.files import open_file, read_file
+from shared.kept import replace_file
 
-STATE_DIR = ".unfinished"
 _SYNC_BYTES = 256 << 20
+_JOURNAL_LIMIT_BYTES = 256 << 20
 
 Produce = Callable[[Any], Iterable[Any]]
 """Gives the bytes of one group's tensors, in order, in as many contiguous buffers as it likes."""
+
+
+class Evidence(msgspec.Struct, frozen=True):
+    """Of the bytes that a group was made from. Two with the same ``digest`` are of equal bytes.
+
+    ``state`` stands for the files as the file system describes them; where it is the same, nobody touched them. "": unknown.
+    """
+
+    digest: str = ""
+    state: str = ""
+
+
+Witness = Callable[[Any, Evidence | None], Evidence]
+"""The evidence about a group's source now; an earlier one whose state still holds is given back without reading."""
+
+
+class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a journal: a finished group."""
+
+    checksums: tuple[str, ...]
+    source: Evidence
 
 
 class _Group(msgspec.Struct, frozen=True):
@@ -63,7 +89,7 @@ class ContainerWriter:
         self.out, self.plan, self.identity = out, plan, identity
         self._state = out / STATE_DIR
         self._lock_fd = -1
-        self._checksums: dict[str, list[str]] = {}
+        self._lines: dict[str, list[_Line]] = {}
         self.groups_kept = 0
 
     def __enter__(self) -> ContainerWriter:
@@ -94,7 +120,7 @@ class ContainerWriter:
         found = 0
         for name, _ in self._files():
             for path in (self.out / name, self.out / f"{name}.partial"):
-                if path.exists():
+                if path.is_file():
                     found += path.stat().st_size
         return found
 
@@ -112,16 +138,20 @@ class ContainerWriter:
             )
 
     def write(
-        self, produce_dense: Produce, produce_expert: Produce, progress: Callable[[int], None] = lambda _: None
+        self,
+        produce_dense: Produce,
+        produce_expert: Produce,
+        progress: Callable[[int], None] = lambda _: None,
+        witness: Witness = lambda _source, _earlier: Evidence(),
     ) -> None:
         """Writes every file that is not there yet. Producers get a ``DenseItem``, or ``(ExpertFilePlan, expert)``.
 
-        ``progress`` gets byte counts as they are done (kept ones included).
+        ``progress`` gets byte counts as they are done (kept ones included). ``witness``: not needed if the identity says all.
         """
         for name, groups in self._files():
             produce = produce_expert if name.startswith("experts-") else produce_dense
             try:
-                self._checksums[name] = self._write_file(name, groups, produce, progress)
+                self._lines[name] = self._write_file(name, groups, produce, progress, witness)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                     raise ContainerError(f"{self.out / name} can't be written: {error.strerror}.") from None
@@ -130,16 +160,11 @@ class ContainerWriter:
                     "free some space and run the same command again, it goes on from there."
                 ) from None
 
-    def copy_files(self, source: Path, names: Iterable[str]) -> None:
-        """Copies small files unchanged (configuration, tokenizer)."""
-        for name in names:
-            self.put_file(name, (source / name).read_bytes())
-
     def put_file(self, name: str, content: bytes) -> None:
         """Writes a small file atomically."""
         partial = self.out / f"{name}.partial"
         try:
-            with open(partial, "wb") as file:
+            with os.fdopen(open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -153,18 +178,15 @@ class ContainerWriter:
         """Writes ``colibri.json``: from here on the container exists."""
         dense: dict[str, DenseRecord] = {}
         experts: dict[str, ExpertsRecord] = {}
-        joined: list[str] = []
         for file in self.plan.dense:
-            sums = iter(self._checksums[file.file])
-            for item in file.items:
-                own = [next(sums) for _ in item.stored]
-                joined += own
+            for item, line in zip(file.items, self._lines[file.file], strict=True):
+                sums, source = line.checksums, line.source.digest or None
+                scale = sums[1] if len(sums) > 1 else None
                 dense[item.name] = DenseRecord(
-                    file.file, item.format, item.role, item.shape, own[0], item.stack, own[1] if len(own) > 1 else None
+                    file.file, item.format, item.role, item.shape, sums[0], item.stack, scale, source
                 )
         for layer in self.plan.experts:
-            checksums = tuple(self._checksums[layer.file])
-            joined += checksums
+            lines = self._lines[layer.file]
             stored = [tensor for _, group in self._expert_groups(layer.file) for tensor in group.tensors]
             experts[str(layer.layer)] = ExpertsRecord(
                 layer.file,
@@ -172,9 +194,10 @@ class ContainerWriter:
                 len(build_header(stored)),
                 layer.layout.record_bytes,
                 layer.n_experts,
-                checksums,
+                tuple(line.checksums[0] for line in lines),
+                tuple(line.source.digest for line in lines if line.source.digest),
             )
-        fingerprint = checksum("".join(joined).encode())
+        fingerprint = fingerprint_of(self.plan, dense, experts)
         index = Index(FORMAT_VERSION, family, fingerprint, self.plan.precision, converter, dense, experts)
         self.put_file(INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n")
         self._sync_directory()
@@ -196,38 +219,28 @@ class ContainerWriter:
             yield expert, _Group((layer, expert), (Stored(layer.tensor_name(expert), "U8", (size,), size),))
 
     def _write_file(
-        self, name: str, groups: Sequence[_Group], produce: Produce, progress: Callable[[int], None]
-    ) -> list[str]:
+        self, name: str, groups: Sequence[_Group], produce: Produce, progress: Callable[[int], None], witness: Witness
+    ) -> list[_Line]:
         final, partial, journal = self.out / name, self.out / f"{name}.partial", self._state / f"{name}.journal"
         header = build_header([tensor for group in groups for tensor in group.tensors])
-        size = len(header) + sum(group.n_bytes for group in groups)
         lines = _read_journal(journal)
-        if final.exists():
-            # Renamed only after its journal was complete and on disk.
-            if len(lines) == len(groups) and final.stat().st_size == size:
-                progress(size - len(header))
-                self.groups_kept += len(groups)
-                return [item for line in lines for item in line]
-            os.replace(final, partial)
-        with open(partial, "r+b" if partial.exists() else "w+b") as file:
-            kept, at = self._verified_prefix(file, header, groups, lines)
-            for group in groups[:kept]:
-                progress(group.n_bytes)
-            self.groups_kept += kept
-            del lines[kept:]
+        if os.path.lexists(final):
+            os.replace(final, partial)  # looked through like every leftover
+        with os.fdopen(open_file(partial, os.O_RDWR | os.O_CREAT), "r+b") as file:
+            lines, at = self._verified_prefix(file, header, groups, lines, progress, witness)
+            self.groups_kept += len(lines)
             _write_journal(journal, lines)
             file.truncate(at)
             file.seek(0)
             file.write(header)
             file.seek(at)
             with open(journal, "ab") as log:
-                self._write_groups(file, log, at, groups[kept:], lines, produce, progress)
+                self._write_groups(file, log, at, groups[len(lines) :], lines, produce, progress, witness)
             file.flush()
             os.fsync(file.fileno())
-        assert partial.stat().st_size == size
         os.replace(partial, final)
         self._sync_directory()
-        return [item for line in lines for item in line]
+        return lines
 
     def _write_groups(
         self,
@@ -235,9 +248,10 @@ class ContainerWriter:
         log: BinaryIO,
         at: int,
         groups: Sequence[_Group],
-        lines: list[list[str]],
+        lines: list[_Line],
         produce: Produce,
         progress: Callable[[int], None],
+        witness: Witness,
     ) -> None:
         unsynced = 0
         for group in groups:
@@ -250,32 +264,42 @@ class ContainerWriter:
             if written != group.n_bytes:
                 raise AssertionError(f"{group.tensors[0].name}: {written} bytes produced, {group.n_bytes} planned")
             file.flush()
-            sums = _checksums_in_file(file, at, group.tensors)
+            line = _Line(_checksums_in_file(file, at, group.tensors), witness(group.source, None))
             at += written
             unsynced += written
             if unsynced >= _SYNC_BYTES:  # bounds what writeback has to do at once
                 os.fdatasync(file.fileno())
                 unsynced = 0
-            lines.append(sums)
-            log.write(json.dumps(sums).encode() + b"\n")
+            lines.append(line)
+            log.write(msgspec.json.encode(line) + b"\n")
             log.flush()
         os.fsync(log.fileno())
 
     def _verified_prefix(
-        self, file: BinaryIO, header: bytes, groups: Sequence[_Group], lines: Sequence[list[str]]
-    ) -> tuple[int, int]:
-        """How many groups of an earlier run can be kept, and where the next one starts."""
+        self,
+        file: BinaryIO,
+        header: bytes,
+        groups: Sequence[_Group],
+        lines: Sequence[_Line],
+        progress: Callable[[int], None],
+        witness: Witness,
+    ) -> tuple[list[_Line], int]:
+        """The groups of an earlier run that can be kept, with evidence of now, and where the next one starts."""
         at = len(header)
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
+        kept: list[_Line] = []
         if not lines or file.read(at) != header:
-            return 0, at
-        kept = 0
-        for group, sums in zip(groups, lines):
-            if at + group.n_bytes > size or _checksums_in_file(file, at, group.tensors) != sums:
+            return kept, at
+        for group, line in zip(groups, lines):
+            if at + group.n_bytes > size or _checksums_in_file(file, at, group.tensors) != line.checksums:
                 break
+            source = witness(group.source, line.source)
+            if source.digest != line.source.digest:
+                break
+            kept.append(_Line(line.checksums, source))
             at += group.n_bytes
-            kept += 1
+            progress(group.n_bytes)
         return kept, at
 
     # ---- the directory --------------------------------------------------------------------------------------------
@@ -298,25 +322,24 @@ class ContainerWriter:
             )
         encoded = msgspec.json.format(msgspec.json.encode(self.identity), indent=1)
         plan_path = self._state / "plan.json"
-        if plan_path.exists():
-            if plan_path.read_bytes() != encoded:
+        if os.path.lexists(plan_path):
+            if _plan_in(plan_path) != encoded:
                 raise ContainerError(
                     f"{self.out} holds unfinished work with other arguments or another source "
                     f"({_differences(plan_path, self.identity)}). "
                     "Repeat the original command to go on, or choose another directory."
                 )
             return
-        foreign = sorted(path.name for path in self.out.iterdir() if path.name != STATE_DIR)
+        # Hidden files are other programs' (.DS_Store), lost+found is the file system's.
+        foreign = sorted(name for name in os.listdir(self.out) if not name.startswith(".") and name != "lost+found")
         if foreign:
             raise ContainerError(
                 f"{self.out} is not empty (it holds {foreign[0]!r}) and was not begun by this command. Choose "
                 "an empty or new directory."
             )
         self._state.mkdir(exist_ok=True)
-        temporary = self._state / "plan.json.partial"
         try:
-            temporary.write_bytes(encoded)
-            os.replace(temporary, plan_path)
+            replace_file(plan_path, encoded)
         except OSError as error:
             raise CapacityError(f"{plan_path} can't be written: {error.strerror}.") from None
 
@@ -324,36 +347,47 @@ class ContainerWriter:
         os.fsync(self._lock_fd)
 
 
+def _plan_in(path: Path) -> bytes:
+    try:
+        return read_file(path, _JOURNAL_LIMIT_BYTES)
+    except OSError as error:
+        raise ContainerError(
+            f"{path} can't be read: {error.strerror}. Delete {path.parent.parent} and start again."
+        ) from None
+
+
 def _differences(path: Path, identity: dict[str, Any]) -> str:
     try:
-        before = json.loads(path.read_bytes())
-    except ValueError:
+        before = json.loads(read_file(path, _JOURNAL_LIMIT_BYTES))
+        if not isinstance(before, dict):
+            raise ValueError
+    except (ValueError, RecursionError):
         return "its plan.json is damaged"
     keys = [key for key in identity if before.get(key) != identity[key]]
     shown = [f"{key}: {before.get(key)!r} then, {identity[key]!r} now" for key in keys if len(repr(identity[key])) < 60]
     return "; ".join(shown) or ", ".join(keys) or "other keys"
 
 
-def _read_journal(path: Path) -> list[list[str]]:
+def _read_journal(path: Path) -> list[_Line]:
     """Complete lines of a journal; a torn last line ends it."""
-    lines: list[list[str]] = []
-    if not path.exists():
+    lines: list[_Line] = []
+    try:
+        content = read_file(path, _JOURNAL_LIMIT_BYTES)
+    except OSError:  # without it everything is made again
         return lines
-    for raw in path.read_bytes().split(b"\n")[:-1]:
+    for raw in content.split(b"\n")[:-1]:
         try:
-            lines.append(msgspec.json.decode(raw, type=list[str]))
-        except msgspec.DecodeError:
+            lines.append(msgspec.json.decode(raw, type=_Line))
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             break
     return lines
 
 
-def _write_journal(path: Path, lines: Sequence[list[str]]) -> None:
-    temporary = path.with_suffix(".partial")
-    temporary.write_bytes(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
-    os.replace(temporary, path)
+def _write_journal(path: Path, lines: Sequence[_Line]) -> None:
+    replace_file(path, b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
 
 
-def _checksums_in_file(file: BinaryIO, at: int, tensors: Sequence[Stored]) -> list[str]:
+def _checksums_in_file(file: BinaryIO, at: int, tensors: Sequence[Stored]) -> tuple[str, ...]:
     """Checksums of tensors as they lie in the file: what is recorded is what can be read back."""
     total = sum(tensor.n_bytes for tensor in tensors)
     start = at - at % mmap.ALLOCATIONGRANULARITY
@@ -364,4 +398,4 @@ def _checksums_in_file(file: BinaryIO, at: int, tensors: Sequence[Stored]) -> li
             with memoryview(mapped) as view, view[position : position + tensor.n_bytes] as part:
                 sums.append(checksum(part))
             position += tensor.n_bytes
-    return sums
+    return tuple(sums)

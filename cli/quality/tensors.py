@@ -15,6 +15,7 @@ from shared.container.format import DenseItem, ExpertFilePlan
 from shared.container.pack import F32
 from shared.container.plain import dense_values, expert_values, table_values
 from shared.container.reader import Container, Tensor, aligned_buffer
+from shared.container.recognise import why_no_checkpoint
 from shared.errors import ContainerError
 from shared.model.spec import ModelSpec
 
@@ -29,10 +30,13 @@ class Pair:
 
     def __init__(self, model: Path, source: Path) -> None:
         self.container = Container.open(model)
-        source_spec = ModelSpec.load(source)
+        has_mtp = bool(self.container.spec.n_mtp)  # `colibri convert --no-mtp` left it out
+        if complaint := why_no_checkpoint(source):
+            raise ContainerError(complaint)
+        source_spec = ModelSpec.load(source, has_mtp=has_mtp)
         require_same_model(model, self.container.spec, source, source_spec)
         # f32: the plan's names and shapes are those of every precision, its values are not used.
-        self.source = Conversion(source, "f32")
+        self.source = Conversion(source, "f32", has_mtp=has_mtp)
         self.spec = self.container.spec
         self.items: dict[str, DenseItem] = {item.name: item for file in self.source.plan.dense for item in file.items}
         self.layers: dict[int, ExpertFilePlan] = {file.layer: file for file in self.source.plan.experts}

@@ -53,9 +53,11 @@ class DenseRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     checksum: str
     stack: int = 1
     scale_checksum: str | None = None
+    source: str | None = None
+    """Stands for the checkpoint's bytes that it was made from."""
 
 
-class ExpertsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExpertsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One entry of ``colibri.json``'s "experts": a layer's file."""
 
     file: str
@@ -64,6 +66,8 @@ class ExpertsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     record_bytes: int
     n_experts: int
     checksums: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+    """For each expert, as ``DenseRecord.source``."""
 
 
 class Converter(msgspec.Struct, frozen=True):

@@ -143,7 +143,8 @@ class Container:
     ) -> None:  # fmt: skip
         self.path, self.spec, self.dense, self.experts, self.places = path, spec, dense, experts, places
         self.fingerprint: str = index.fingerprint
-        self._index = index
+        self.index = index
+        """``colibri.json``."""
         self.precision: dict[str, str] = index.precision
         self.converter: Converter = index.converter
 
@@ -177,9 +178,14 @@ class Container:
             places = _find_copies(path, plan, experts, index.fingerprint, [Path(m) for m in mirrors], on_bad_mirror)
         return Container(path, spec, index, dense, experts, places)
 
+    @property
+    def plan(self) -> ContainerPlan:
+        """What this model in this precision consists of."""
+        return plan_container(self.spec, self.precision)
+
     def facts(self) -> Facts:
         """Bytes by owner, for the ledger."""
-        facts = plan_facts(self.spec, plan_container(self.spec, self.precision))
+        facts = plan_facts(self.spec, self.plan)
         return msgspec.structs.replace(facts, has_tokenizer=_has_tokenizer(self.path))
 
     def shares(self, drives: Sequence[int]) -> dict[frozenset[int], float]:
@@ -255,13 +261,12 @@ class Container:
 
     def fingerprint_complaint(self) -> str | None:
         """None when the fingerprint is that of the checksums in ``colibri.json``, else what is wrong."""
-        plan = plan_container(self.spec, self.precision)
-        found = fingerprint_of(plan, self._index.dense, self._index.experts)
+        found = fingerprint_of(self.plan, self.index.dense, self.index.experts)
         if found == self.fingerprint:
             return None
         return (
-            f"{self.path / INDEX_NAME} has fingerprint {self.fingerprint!r}, its checksums give {found!r}: it was changed since "
-            "it was written. Copy it again, or convert the checkpoint again."
+            f"{self.path / INDEX_NAME} has fingerprint {self.fingerprint!r}, its checksums give {found!r}: it was changed "
+            "since it was written. Copy it again, or convert the checkpoint again."
         )
 
     def verify(self, place: int | None = None) -> Iterator[tuple[str, int, str | None]]:
@@ -514,10 +519,10 @@ def _expert_file(path: Path, plan: ExpertFilePlan, record: ExpertsRecord) -> Exp
             f"{record.record_bytes:,} bytes in {record.format}, "
             f"the model calls for {plan.n_experts} of {layout.record_bytes:,} in {layout.format}. Convert the checkpoint again."
         )
-    if len(record.checksums) != plan.n_experts:
+    if len(record.checksums) != plan.n_experts or len(record.sources) not in (0, plan.n_experts):
         raise ContainerError(
-            f"{path}: {INDEX_NAME} has {len(record.checksums)} checksums for the {plan.n_experts} experts of "
-            f"layer {plan.layer}. "
+            f"{path}: {INDEX_NAME} has {len(record.checksums)} checksums and {len(record.sources)} sources for the "
+            f"{plan.n_experts} experts of layer {plan.layer}. "
             "Convert the checkpoint again."
         )
     return ExpertFile(

@@ -38,6 +38,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def without_mtp(config: Config) -> dict[str, Any]:
+    """A config.json that promises no MTP layer."""
+    return {**config, "num_nextn_predict_layers": 0}
+
+
 class ReadRope(msgspec.Struct, frozen=True):
     """What config.json says of rope. ``score_factor``: latent attention multiplies its softmax scale with it."""
 

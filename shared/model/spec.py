@@ -14,7 +14,7 @@ import msgspec
 
 from shared.model import families
 from shared.model.attention.kind import Attention
-from shared.model.config_reader import Config, ConfigReader, read_json
+from shared.model.config_reader import Config, ConfigReader, read_json, without_mtp
 from shared.model.gate import Gate
 from shared.model.inner import Inner
 
@@ -85,12 +85,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return "moe" if layer == self.n_layers and self.n_mtp else self.layer_kinds[layer]
 
     @staticmethod
-    def load(model_dir: Path | str) -> ModelSpec:
-        """Reads ``config.json`` and, when present, ``generation_config.json`` of a checkpoint or a container."""
+    def load(model_dir: Path | str, *, has_mtp: bool = True) -> ModelSpec:
+        """Reads ``config.json`` and, when present, ``generation_config.json`` of a checkpoint or a container.
+
+        ``has_mtp``: False for the model without its MTP layer, whatever config.json says of one.
+        """
         model_dir = Path(model_dir)
         generation_path = model_dir / "generation_config.json"
         generation = read_json(generation_path) if os.path.lexists(generation_path) else None
-        return ModelSpec.from_config(read_json(model_dir / "config.json"), generation)
+        config = read_json(model_dir / "config.json")
+        return ModelSpec.from_config(config if has_mtp else without_mtp(config), generation)
 
     @staticmethod
     def from_config(config: Config, generation: Config | None = None) -> ModelSpec:

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from conversion import convert
+from conversion import checkpoint, convert
 from conversion.convert import VERSION, Conversion
+from conversion.provenance import compare_sources
 from conversion.writer import ContainerWriter
 from shared.container.reader import Container
 from shared.errors import CapacityError, ContainerError
@@ -122,7 +124,18 @@ def test_finished_work_is_kept(converted: Converted, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "damage", ["flip", "shorter", "longer", "header", "journal torn", "journal foreign", "final shorter"]
+    "damage",
+    [
+        "flip",
+        "shorter",
+        "longer",
+        "header",
+        "journal torn",
+        "journal foreign",
+        "final shorter",
+        "final flip",
+        "final pipe",
+    ],
 )
 def test_damaged_leftovers_are_made_again(converted: Converted, tmp_path: Path, damage: str) -> None:
     """After a power cut a leftover may hold anything: only what still has its checksum is kept."""
@@ -147,9 +160,154 @@ def test_damaged_leftovers_are_made_again(converted: Converted, tmp_path: Path, 
         journal.write_bytes(b"[1,2]\nnonsense\n")
     else:
         final = out / "dense-00000.safetensors"
-        final.write_bytes(final.read_bytes()[:-1])
+        content = bytearray(final.read_bytes())
+        content[-5000] ^= 1
+        final.unlink()
+        if damage == "final pipe":
+            os.mkfifo(final)
+            with pytest.raises(ContainerError, match=r"dense-00000\.safetensors can't be written: it is a named pipe"):
+                Conversion(oracle_dir(NAME), PRECISION).run(out)
+            (out / "dense-00000.safetensors.partial").unlink()
+        else:
+            final.write_bytes(content if damage == "final flip" else content[:-1])
     Conversion(oracle_dir(NAME), PRECISION).run(out)
     assert_same(out, converted(NAME, PRECISION))
+
+
+# ---- the source changes between two runs ----------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupted_run(source: Path, out: Path, after: int = 400) -> None:
+    """A conversion that ends with its ``after``-th progress report."""
+    left = after
+
+    def progress(_: int) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        Conversion(source, PRECISION).run(out, progress)
+
+
+def damaged(data: bytes) -> bytes:
+    """The same header and size, other weights: the lowest bit of a value in every 200 is flipped."""
+    changed = bytearray(data)
+    begin = 8 + int.from_bytes(data[:8], "little")
+    for at in range(begin + begin % 2, len(data), 400):
+        changed[at] ^= 1
+    return bytes(changed)
+
+
+def copy_source(target: Path) -> Path:
+    target.mkdir()
+    for path in oracle_dir(NAME).iterdir():
+        if path.suffix in (".json", ".safetensors"):
+            shutil.copy2(path, target)
+    return target
+
+
+def write_in_place(path: Path, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.write(data)
+
+
+def replace(path: Path, data: bytes) -> None:
+    new = path.with_name("new")
+    new.write_bytes(data)
+    new.replace(path)
+
+
+@pytest.mark.parametrize("put", [write_in_place, replace])
+@pytest.mark.parametrize("grain_s", [0, 2])
+def test_a_damaged_shard_that_is_replaced(
+    converted: Converted,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    put: Callable[[Path, bytes], None],
+    grain_s: int,
+) -> None:
+    """Same size, same header, same time of modification: what was made from the damaged one is made again."""
+    monkeypatch.setattr(checkpoint, "_CLOCK_GRAIN_NS", grain_s * 10**9)
+    source, out = copy_source(tmp_path / "in"), tmp_path / "out"
+    shards = sorted(source.glob("*.safetensors"))
+    good = {shard: (shard.read_bytes(), shard.stat()) for shard in shards}
+    for shard in shards:
+        shard.write_bytes(damaged(shard.read_bytes()))
+        os.utime(shard, ns=(good[shard][1].st_atime_ns, good[shard][1].st_mtime_ns))
+    interrupted_run(source, out)
+    for shard, (data, stat) in good.items():
+        put(shard, data)
+        os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    Conversion(source, PRECISION).run(out)
+    assert_same(out, converted(NAME, PRECISION))
+
+
+def test_a_moved_source_is_compared_and_an_untouched_one_is_not_read_again(
+    converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = []
+    original = checkpoint.Checkpoint.digest
+    monkeypatch.setattr(
+        checkpoint.Checkpoint, "digest", lambda self, names: digests.append(names) or original(self, names)
+    )
+    monkeypatch.setattr(checkpoint, "_CLOCK_GRAIN_NS", 0)
+    source = copy_source(tmp_path / "in")
+    interrupted_run(source, tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    n_groups = len(digests)
+    Conversion(source, PRECISION).run(tmp_path / "a")
+    n_all = len(digests)  # each group once, over both runs
+    shutil.copytree(source, tmp_path / "moved")
+    Conversion(tmp_path / "moved", PRECISION).run(tmp_path / "b")
+    assert n_groups > 100
+    assert len(digests) - n_all == n_all  # those that were kept have been compared, the others made
+    for out in ("a", "b"):
+        assert_same(tmp_path / out, converted(NAME, PRECISION))
+
+
+def test_a_shard_that_is_replaced_while_it_is_converted(converted: Converted, tmp_path: Path) -> None:
+    """The run that began with the old file does not end as if nothing had been; the next one has the new bytes."""
+    source, out = copy_source(tmp_path / "in"), tmp_path / "out"
+    shard = sorted(source.glob("*.safetensors"))[1]
+    good = shard.read_bytes()
+    shard.write_bytes(damaged(good))
+    left = [300]
+
+    def progress(_: int) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            replace(shard, good)
+
+    with pytest.raises(ContainerError, match=rf"{shard.name} has changed .* run the same command again"):
+        Conversion(source, PRECISION).run(out, progress)
+    assert left[0] <= 0 and not (out / "colibri.json").exists()
+    Conversion(source, PRECISION).run(out)
+    assert_same(out, converted(NAME, PRECISION))
+
+
+def test_verify_against_the_source(converted: Converted, tmp_path: Path) -> None:
+    """A finished container of a damaged shard is sound in itself; the checkpoint shows it."""
+    source = copy_source(tmp_path / "in")
+    container = Container.open(converted(NAME, PRECISION))
+    assert [words for _, words in compare_sources(container, source) if words] == []
+    shard = sorted(source.glob("*.safetensors"))[2]
+    shard.write_bytes(damaged(shard.read_bytes()))
+    words = [words for _, words in compare_sources(container, source) if words]
+    assert words and all("was made from other bytes" in text for text in words)
+    assert len(words) < len(list(compare_sources(container, source)))
+    with pytest.raises(ContainerError, match="not made from"):
+        list(compare_sources(container, oracle_dir("deepseek_v32")))
+    container.index.dense["model.norm.weight"] = msgspec.structs.replace(
+        container.index.dense["model.norm.weight"], source=None
+    )
+    with pytest.raises(ContainerError, match="does not say which bytes it was made from"):
+        list(compare_sources(container, source))
 
 
 def test_another_converter_does_not_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,7 +305,15 @@ def test_shard_that_vanishes_or_shrinks_while_converting(tmp_path: Path) -> None
     conversion = Conversion(source, "int4")
     with open(shard, "r+b") as file:
         file.truncate(len(data) - 1000)
-    with pytest.raises(ShortRead, match="model-00003-of-00003"):
+    with pytest.raises(ContainerError, match=r"model-00003-of-00003.*tensor .* has changed"):
         conversion.run(tmp_path / "out")
+    shard.write_bytes(data)
+    conversion = Conversion(source, "int4")
+    name = next(n for n, t in conversion.checkpoint.tensors.items() if t.file == shard.name and len(t.entry.shape) == 2)
+    conversion.checkpoint.rows(name)  # the file is open now
+    with open(shard, "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ShortRead, match="model-00003-of-00003"):
+        conversion.checkpoint.rows(name)
     shard.write_bytes(data)
     Conversion(source, "int4").run(tmp_path / "out")
