@@ -93,21 +93,27 @@ class AttentionService(Service):
             self._on_mixed(msg)
         elif isinstance(msg, StepPlan):
             self._on_plan(msg)
-        elif isinstance(msg, EmbedWanted):
-            frame = self._frames.frame(msg.frame)
-            self._timer.continue_step(frame, msg.step)
+        elif isinstance(msg, (EmbedWanted, HeadWanted)):
+            try:
+                self._help_drafter(msg)
+            except NativeError as error:
+                failed = LayerFailed(msg.step, self._spec.mtp_layer, (), "kernel_failed", str(error))
+                self._bus.post("router", failed)
+        elif isinstance(msg, StepAbandoned) and self._run and self._run.plan.step < msg.before:
+            self._run = None
+
+    def _help_drafter(self, msg: EmbedWanted | HeadWanted) -> None:
+        frame = self._frames.frame(msg.frame)
+        self._timer.continue_step(frame, msg.step)
+        if isinstance(msg, EmbedWanted):
             with self._timer.stage(Stage.EMBED, self._spec.mtp_layer):
                 self._embed(msg.step, frame, msg.n_rows, frame.embed)
             self._counters.add("embeds", msg.n_rows)
             self._bus.post("drafter", EmbedReady(msg.step))
-        elif isinstance(msg, HeadWanted):
-            frame = self._frames.frame(msg.frame)
-            self._timer.continue_step(frame, msg.step)
+        else:
             with self._timer.stage(Stage.HEAD, self._spec.mtp_layer):
                 self._head(frame, frame.final, msg.n_logits)
             self._bus.post("drafter", HeadReady(msg.step))
-        elif isinstance(msg, StepAbandoned) and self._run and self._run.plan.step < msg.before:
-            self._run = None
 
     def _on_plan(self, plan: StepPlan) -> None:
         if self._run and plan.step < self._run.plan.step:

@@ -11,7 +11,7 @@ import random
 import select
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from shared.container.reader import Container
 from shared.log import Log
 from shared.memory.segments import Segment, add_owner, unlink_run
 from shared.messages.gateway import RequestDone, RequestRefused, TokenOut
-from shared.messages.router import Sampling, Submit
+from shared.messages.router import DraftReady, Sampling, Submit
 from shared.model.kv_layout import KV_BLOCK, blocks_for, kv_layout
 from shared.run.config import GroupConfig
 from shared.step.counters import SEGMENT_BYTES
@@ -153,6 +153,8 @@ class Ring:
         self.answers: dict[str, Answer] = {}
         self._gateway = Decoder((TokenOut, RequestDone, RequestRefused, *_other_gateway_messages()))
         self.on_deliver: Callable[[str, str, Any], bool] | None = None
+        self.guess: Callable[[str, int], Iterable[int]] | None = None
+        """(request, tokens it has) -> guesses: takes the place of what the drafter found."""
         self._incarnation = dict.fromkeys(SERVICES, 0)
         try:
             for name in SERVICES:
@@ -225,6 +227,8 @@ class Ring:
                 self._on_gateway(self._gateway.decode(frame)[0].msg)
             elif receiver in self.services:
                 msg = self._decoders[receiver].decode(frame)[0].msg
+                if self.guess and isinstance(msg, DraftReady):
+                    msg = self._guessed(msg, self.guess)
                 if self.on_deliver is None or self.on_deliver(sender, receiver, msg):
                     self._before(receiver)
                     self.services[receiver].handle(msg, sender)
@@ -239,6 +243,11 @@ class Ring:
             self._before(name)
             call()
         return busy or bool(ready) or bool(self._order)
+
+    def _guessed(self, msg: DraftReady, guess: Callable[[str, int], Iterable[int]]) -> DraftReady:
+        flight = self.services["router"]._flights.covering(msg.step)
+        drafting = [span.sequence for span in flight.plan.drafting] if flight else []
+        return DraftReady(msg.step, tuple(tuple(guess(s.request, s.n_generated)) for s in drafting))
 
     def _on_gateway(self, msg: Any) -> None:
         answer = self.answers.setdefault(getattr(msg, "request", ""), Answer())
