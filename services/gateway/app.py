@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -35,6 +35,8 @@ MAX_HELD_BYTES: Final = 64 << 20
 THREAD_BYTES: Final = 64 << 10
 """Larger bodies are parsed beside the event loop, so that streams of others go on."""
 BODY_TIMEOUT_S: Final = 30.0
+SLOW_UPLOAD_S: Final = 2.0
+"""A body that has been coming in for longer may be cut when the memory for bodies runs out."""
 ALIASES: Final = ("colibri", "default")
 """Names that mean "the model that is served here"."""
 
@@ -101,20 +103,58 @@ def make_app(engine: Engine, log: Log, keep_alive_s: float = stream.KEEP_ALIVE_S
     )
 
 
-class BodyBudget:
-    """Bytes of request bodies in memory, and how many there may be."""
+class Upload:
+    """One body that is coming in. ``cut`` is called when its memory is needed for others."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, began: float, cut: Callable[[], None]) -> None:
+        self.began = began
+        self.cut = cut
+        self.n_bytes = 0
+        self.is_cut = False
+
+
+class BodyBudget:
+    """Bytes of request bodies in memory, and how many there may be. Those that come slowly make room for others."""
+
+    def __init__(self, limit_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
+        self._clock = clock
+        self._uploads: dict[Upload, None] = {}
 
-    def take(self, n_bytes: int) -> None:
-        """Raises ApiError (429) when it is too much at once."""
+    def begin(self, cut: Callable[[], None]) -> Upload:
+        """Must be followed by ``complete`` or ``end``."""
+        upload = Upload(self._clock(), cut)
+        self._uploads[upload] = None
+        return upload
+
+    def take(self, upload: Upload, n_bytes: int) -> None:
+        """Raises ApiError (429) when it is too much at once, TimeoutError when ``upload`` was cut."""
+        if upload.is_cut:
+            raise TimeoutError
+        late = self._clock() - SLOW_UPLOAD_S
+        for other in list(self._uploads):
+            if self.held_bytes + n_bytes <= self.limit_bytes or other.began > late:
+                break
+            if other is not upload:
+                self.end(other)
+                other.is_cut = True
+                other.cut()
         if self.held_bytes + n_bytes > self.limit_bytes:
             raise ApiError(
                 429, "the server is taking in too many large requests at once; try again", code="busy", retry_after_s=1
             )
+        upload.n_bytes += n_bytes
         self.held_bytes += n_bytes
+
+    def complete(self, upload: Upload) -> None:
+        """Its bytes stay in memory until they are given back."""
+        self._uploads.pop(upload, None)
+
+    def end(self, upload: Upload) -> None:
+        """It came to nothing."""
+        if self._uploads.pop(upload, upload) is None:
+            self.give(upload.n_bytes)
 
     def give(self, n_bytes: int) -> None:
         self.held_bytes -= n_bytes
@@ -219,28 +259,37 @@ async def read_body(scope: Any, receive: Receive, budget: BodyBudget) -> bytes:
     if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
         raise _too_large(int(length))
     parts: list[bytes] = []
-    n_bytes = 0
-    is_complete = False
+    limit = asyncio.timeout(BODY_TIMEOUT_S)
+    upload = budget.begin(lambda: limit.reschedule(0.0))
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
+        async with limit:
+            is_complete = False
             while not is_complete:
                 event = await receive()
                 if event["type"] == "http.disconnect":
                     raise ClientGone
                 part = event.get("body", b"")
-                if n_bytes + len(part) > MAX_BODY_BYTES:
-                    raise _too_large(n_bytes + len(part))
-                budget.take(len(part))
-                n_bytes += len(part)
+                if upload.n_bytes + len(part) > MAX_BODY_BYTES:
+                    raise _too_large(upload.n_bytes + len(part))
+                budget.take(upload, len(part))
                 parts.append(part)
                 is_complete = not event.get("more_body", False)
+                if not is_complete and scope.get("state", {}).get("is_body_cut"):
+                    message = f"the body ended after {upload.n_bytes} bytes, before it was complete"
+                    raise ApiError(400, message, code="body_incomplete")
+        budget.complete(upload)
     except TimeoutError:
+        parts.clear()
+        if upload.is_cut:
+            message = "the body came slowly and the server needed its memory for others; try again"
+            raise ApiError(408, message, code="body_timeout", retry_after_s=1) from None
         raise ApiError(
-            408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s ({n_bytes} bytes came)", code="body_timeout"
+            408,
+            f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s ({upload.n_bytes} bytes came)",
+            code="body_timeout",
         ) from None
     finally:
-        if not is_complete:
-            budget.give(n_bytes)
+        budget.end(upload)
     return b"".join(parts)
 
 

@@ -13,22 +13,27 @@ import errno
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import uvicorn
 
 from services.gateway.app import make_app
 from services.gateway.engine import GatewayEngine
+from services.gateway.http_connection import Connections
+from services.gateway.lobby import Lobby, LobbyLimits
 from services.gateway.requests import Limits
 from shared.errors import ConfigError
 from shared.log import Log
 from shared.messages.base import Msg
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
+from shared.run.descriptors import free_descriptors
 from shared.run.lifecycle import AsyncService, ServiceContext
 from shared.wire.endpoints import GATEWAY, ROUTER
 
 KEEP_ALIVE_IDLE_S = 75
 """How long an idle HTTP connection is kept open for the next request."""
+SPARE_DESCRIPTORS = 32
+"""Left for the bus, files and what libraries open."""
 CLOSE_S = 1.0
 """How long last events of cut streams get to reach their clients."""
 
@@ -39,6 +44,7 @@ class GatewayService(AsyncService):
 
     def __init__(self) -> None:
         self._engine: GatewayEngine | None = None
+        self._connections: Connections | None = None
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._log: Log | None = None
@@ -48,14 +54,17 @@ class GatewayService(AsyncService):
         self._log = ctx.log
         listener = bind(ctx.config.host, ctx.config.port)
         host, port = listener.getsockname()[:2]
+        room = LobbyLimits.of_descriptors(free_descriptors() - SPARE_DESCRIPTORS)
+        connections = self._connections = Connections(Lobby(room))
         engine = self._engine = GatewayEngine(
-            lambda msg: bool(ctx.bus.send(ROUTER, msg)), Limits(silent_s=max(2.0, 5 * ctx.config.heartbeat_s))
+            lambda msg: bool(ctx.bus.send(ROUTER, msg)),
+            Limits(max_open=min(Limits().max_open, room.max_busy), silent_s=max(2.0, 5 * ctx.config.heartbeat_s)),
         )
         self._server = _Server(
             uvicorn.Config(
                 make_app(engine, ctx.log),
                 loop="none",
-                http="httptools",
+                http=cast(Any, connections.make),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -71,7 +80,7 @@ class GatewayService(AsyncService):
                 self._serving.result()
                 raise RuntimeError("the HTTP server ended while starting")
             await asyncio.sleep(0.005)
-        return {"url": url_of(host, port), "port": str(port)}
+        return {"url": url_of(host, port), "port": str(port), "connections": str(room.max_open)}
 
     def handle(self, msg: Any, sender: str, incarnation: int) -> None:
         if self._engine is not None and sender == ROUTER:
@@ -83,9 +92,11 @@ class GatewayService(AsyncService):
     def tick(self) -> None:
         assert self._engine is not None
         assert self._serving is not None
+        assert self._connections is not None
         if self._serving.done():
             self._serving.result()
             raise RuntimeError("the HTTP server ended by itself")
+        self._connections.sweep()
         self._engine.tick()
 
     def peer_changed(self, service: str, incarnation: int) -> None:

@@ -37,6 +37,7 @@ from shared.messages import SCHEMA_VERSION, control
 from shared.messages.base import Msg
 from shared.messages.control import Ram, RamWanted
 from shared.run.config import GroupConfig, load_frozen
+from shared.run.descriptors import raise_descriptor_limit
 from shared.wire.bus import AsyncBus, Bus, ControlClient
 from shared.wire.endpoints import Endpoints
 
@@ -335,6 +336,7 @@ def _is_held_by_parent(fd: int) -> bool:
 def run_service(service: Service, argv: list[str] | None = None) -> int:
     """The whole life of an engine service; returns the exit code for ``sys.exit``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_descriptor_limit()
     try:
         config = _parse(service.name, argv)
         run_dir = Path(config.run_dir)
@@ -447,6 +449,7 @@ def run_service_async(service: AsyncService, argv: list[str] | None = None) -> i
     import uvloop
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise_descriptor_limit()
     try:
         config = _parse(service.name, argv)
         incarnation = next_incarnation(Path(config.run_dir), service.name)

@@ -170,9 +170,9 @@ class FakeRouter:
 
 
 class GatewayProcess:
-    """``python -m services.gateway`` with its run directory."""
+    """``python -m services.gateway`` with its run directory. ``n_files``: its limit of open descriptors."""
 
-    def __init__(self, run_dir: Path, port: int = 0, **fields: Any) -> None:
+    def __init__(self, run_dir: Path, port: int = 0, n_files: int | None = None, **fields: Any) -> None:
         run_dir.mkdir(mode=0o700, exist_ok=True)
         self.run_dir = run_dir
         run_id = fields.pop("run_id", "gwtest")
@@ -186,9 +186,10 @@ class GatewayProcess:
         config = msgspec.convert(values | fields, GroupConfig)
         freeze(config, run_dir / "group.json")
         self.log_path = run_dir / "gateway.log"
+        limit = [] if n_files is None else ["prlimit", f"--nofile={n_files}:{n_files}"]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "services.gateway", "--config", str(run_dir / "group.json")],
+                [*limit, sys.executable, "-m", "services.gateway", "--config", str(run_dir / "group.json")],
                 cwd=ROOT, stdin=subprocess.PIPE, stderr=log, start_new_session=True,
             )  # fmt: skip
         self.url = ""

@@ -214,6 +214,36 @@ def test_bodies_share_a_bounded_memory_and_give_it_back() -> None:
     asyncio.run(main())
 
 
+def test_a_body_that_comes_slowly_makes_room_for_others() -> None:
+    async def main() -> None:
+        now = 0.0
+        budget = BodyBudget(100, lambda: now)
+        stalled = asyncio.Event()
+
+        async def slow() -> dict[str, Any]:
+            if budget.held_bytes:
+                stalled.set()
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": b"x" * 80, "more_body": True}
+
+        async def quick() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"y" * 50, "more_body": False}
+
+        uploading = asyncio.create_task(read_body({"headers": []}, slow, budget))
+        await stalled.wait()
+        with pytest.raises(ApiError) as caught:
+            await read_body({"headers": []}, quick, budget)
+        assert caught.value.status == 429  # it has only just begun
+        now = 3.0
+        assert await read_body({"headers": []}, quick, budget) == b"y" * 50
+        with pytest.raises(ApiError) as caught:
+            await uploading
+        assert (caught.value.status, caught.value.code) == (408, "body_timeout")
+        assert budget.held_bytes == 50
+
+    asyncio.run(main())
+
+
 def test_a_large_body_is_parsed_beside_the_loop() -> None:
     async def main() -> None:
         exchange = Exchange(chat(messages=[{"role": "user", "content": "y" * 200_000}]))
