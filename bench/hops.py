@@ -1,8 +1,9 @@
-"""What a message between two processes costs: ``python -m bench.hops [--hops 2000]``.
+"""What a message between two processes costs: ``python -m bench.hops [--hops 2000] [--model DIR ...]``.
 
-Three ways in turn: a byte through a pipe (the wake-up alone, nothing can be faster between sleepers), the bus as the engine's
-services use it among themselves (datagrams), and the bus as to and from the gateway (ZeroMQ). A hop is half a round trip of
-two processes that sleep in between, from ``send`` to the message in the other's hands.
+Three ways in turn: a byte through a pipe (the wake-up alone, nothing can be faster between sleepers), and the bus over each
+transport. A hop is half a round trip of two processes that sleep in between, from ``send`` to the message in the other's
+hands. With ``--model`` besides: groups of either transport on that model, everything in memory, drafts and guesses off;
+what a layer takes when no kernel runs (three hops, the gate's and the store's decisions, the interpreter).
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from bench.group import Watch, run_group
+from bench.roofline import BenchError
+from bench.steps import steps_of
+from shared.container.reader import Container
 from shared.messages.layer import HiddenReady
+from shared.step.stages import StepKind
 from shared.wire.bus import Bus
-from shared.wire.endpoints import ATTENTION, GATEWAY, ROUTER, Endpoints
+from shared.wire.endpoints import ATTENTION, ROUTER, Endpoints
+from shared.wire.links import DATAGRAM, ZMQ
 
 ROUNDS = 8
+WAYS = (DATAGRAM, ZMQ)
+WARM_TOKENS, TOKENS = 100, 200
 PAUSE_S = 0.0005
 """Longer than anybody spins, so that both ends really sleep."""
 WAIT_MS = 5000
@@ -39,8 +49,8 @@ def _sent(n: int) -> None:
     assert n == 1
 
 
-def bus_end(directory: str, me: str, other: str) -> End:
-    bus = Bus(Endpoints(directory, "hops"), me, 1, (HiddenReady,), peers=(other,))
+def bus_end(directory: str, me: str, other: str, transport: str) -> End:
+    bus = Bus(Endpoints(directory, "hops"), me, 1, (HiddenReady,), peers=(other,), transport=transport)
     message = HiddenReady(1, 2, 0, 1)
 
     def receive() -> None:
@@ -86,12 +96,40 @@ def one_round(n_hops: int) -> dict[str, float]:
     }
     for fd in (*there, *back):
         os.close(fd)
-    for name, other in (("datagrams", ATTENTION), ("ZeroMQ", GATEWAY)):
+    for transport in WAYS:
         with tempfile.TemporaryDirectory(prefix="hops-") as directory:
             Endpoints(directory, "hops").socket_dir.mkdir(parents=True, exist_ok=True)
-            ends = (ROUTER, other)
-            found[name] = hop_us(lambda is_child: bus_end(directory, *(ends[::-1] if is_child else ends)), n_hops)  # noqa: B023
+            ends = (ROUTER, ATTENTION)
+            found[transport] = hop_us(
+                lambda is_child: bus_end(directory, *(ends[::-1] if is_child else ends), transport),  # noqa: B023
+                n_hops,
+            )
     return found
+
+
+def outside_us(model: Path, transport: str) -> float:
+    """µs of a decode step and layer in which no kernel runs, through a whole group with every expert in memory."""
+    container = Container.open(model)
+    spec = container.spec
+    with tempfile.TemporaryDirectory(prefix="hops-") as base:
+        arguments = ["--transport", transport, "--draft", "off", "--pilot", "off", "--max-sequences", "1"]
+        with run_group(model, Path(base) / "run", spec.vocab, arguments) as group, Watch(group.config) as watch:
+            group.decode(WARM_TOKENS, 0)  # brings the experts into memory
+            watch.rows()
+            group.decode(TOKENS, 1)
+            steps = steps_of(watch.rows(), StepKind.DECODE, ())
+    if not steps.n_steps:
+        raise BenchError("the group's trace holds no decode step")
+    return (steps.wall_ns - steps.compute_ns) / steps.n_steps / spec.n_layers / 1000
+
+
+def report(title: str, unit: str, rounds: list[dict[str, float]], floor: str = "") -> None:
+    print(title)
+    for way in rounds[0]:
+        of_way = sorted(found[way] for found in rounds)
+        middle = statistics.median(of_way)
+        beside = f", {middle / statistics.median(found[floor] for found in rounds):.1f} x a pipe's" if floor else ""
+        print(f"  {way:10} {middle:7.1f} {unit} ({of_way[0]:.1f} to {of_way[-1]:.1f}){beside}")
 
 
 def main() -> None:
@@ -99,14 +137,17 @@ def main() -> None:
         prog="python -m bench.hops", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--hops", type=int, default=2000, metavar="N", help="in all, per way (default %(default)s)")
-    rounds = [one_round(max(1, parser.parse_args().hops // ROUNDS)) for _ in range(ROUNDS)]
-    floor = statistics.median(r["pipe"] for r in rounds)
-    for name in rounds[0]:
-        of_way = sorted(r[name] for r in rounds)
-        middle = statistics.median(of_way)
-        print(
-            f"{name:10} {middle:7.1f} us a hop ({of_way[0]:.1f} to {of_way[-1]:.1f}), {middle / floor:.1f} x a pipe's"
-        )
+    parser.add_argument(
+        "--model", type=Path, action="append", default=[], metavar="DIR", help="and through a group on it"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, metavar="N", help="groups per way and model (default %(default)s)"
+    )
+    args = parser.parse_args()
+    report("a hop", "us", [one_round(max(1, args.hops // ROUNDS)) for _ in range(ROUNDS)], "pipe")
+    for model in args.model:
+        rounds = [{way: outside_us(model, way) for way in WAYS} for _ in range(args.rounds)]
+        report(f"{model.name}, a layer of a decode step outside of kernels", "us", rounds)
 
 
 if __name__ == "__main__":

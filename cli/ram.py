@@ -16,7 +16,7 @@ from shared.planning.ledger import GROUP, SHARED, ledger_table, slots_line
 from shared.run import running
 from shared.run.config import LOCK_NAME, GroupConfig, Line, parse_bytes
 from shared.run.terminal import say, say_json
-from shared.wire.bus import ControlClient
+from shared.wire.control_plane import ControlClient
 from shared.wire.endpoints import EXPERT_IO, Endpoints, default_run_dir
 
 ANSWER_S = 30.0

@@ -173,6 +173,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         logit_rows=ledger.logit_rows,
         record_logits=_path_or_none(settings.record_logits),
         record_routing=_path_or_none(settings.record_routing),
+        transport=settings.transport,
         heartbeat_s=settings.heartbeat_s,
         drain_s=settings.drain_s,
         stall_s=settings.stall_s,
@@ -254,7 +255,7 @@ class GroupProcess:
     """A started group, seen from the process that started it. ``stdin`` of the keeper ties its life to ours."""
 
     def __init__(self, config: GroupConfig, keeper: subprocess.Popen[bytes]) -> None:
-        from shared.wire.bus import ControlClient
+        from shared.wire.control_plane import ControlClient
 
         self.config = config
         self.run_dir = Path(config.run_dir)
@@ -434,7 +435,7 @@ def tail(path: Path, n_lines: int = 12) -> str:
 
 def describe(run_dir: Path) -> dict[str, Any]:
     """All that is known about the group in ``run_dir``: for ``--status``. Raises ConfigError when none runs."""
-    from shared.wire.bus import ControlClient
+    from shared.wire.control_plane import ControlClient
 
     config = running.running_config(run_dir)
     client = ControlClient(Endpoints(run_dir, config.run_id))
@@ -478,7 +479,7 @@ def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False, k
 
     ``keep_warm``: its named memory stays, for the next start of the same model.
     """
-    from shared.wire.bus import ControlClient
+    from shared.wire.control_plane import ControlClient
 
     config = running.running_config(run_dir)
     pid = running.keeper_pid(run_dir)

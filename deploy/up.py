@@ -38,6 +38,7 @@ SETTING_FLAGS = (
     "record_routing",
     "mirror",
     "huge_dir",
+    "transport",
 )
 
 
@@ -66,6 +67,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--pilot",
         choices=("on", "off", "random"),
         help="prefetch of predicted experts (default on; never changes text)",
+    )
+    add(
+        "--transport",
+        choices=("auto", "zmq", "datagram"),
+        help="between the engine's services (default auto: datagrams on one host; never changes text)",
     )
     add(
         "--cache-policy",

@@ -18,7 +18,7 @@ from services.router.group import Changed, Group, Instruction, Kill, Note, Repla
 from shared.messages import control
 from shared.messages.gateway import GroupState
 from shared.run.lifecycle import ServiceContext
-from shared.wire.bus import ControlServer
+from shared.wire.control_plane import ControlServer
 from shared.wire.endpoints import GATEWAY, ROUTER
 
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from shared.errors import ColibriError, ConfigError
 from shared.messages.control import Status, StatusWanted
 from shared.run.config import FROZEN_NAME, GroupConfig, load_frozen
-from shared.wire.bus import ControlClient
+from shared.wire.control_plane import ControlClient
 from shared.wire.endpoints import GATEWAY, Endpoints
 
 CONNECT_TIMEOUT_S = 10.0

@@ -73,6 +73,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Directories on other drives that hold copies of expert files (docs/store.md)."""
     huge_dir: str = "auto"
     """Directory in a memory file system where weights survive a restart; "auto": one that gives huge pages; "off": none."""
+    transport: Literal["auto", "zmq", "datagram"] = "auto"
+    """How the engine's services reach each other (``shared.wire.links``); auto: datagrams on one host."""
     heartbeat_s: float = 1.0
     """Seconds between heartbeats."""
     drain_s: float = 30.0
@@ -122,6 +124,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     heartbeat_s: float = 1.0
     drain_s: float = 30.0
     stall_s: float = 300.0
+    transport: Literal["auto", "zmq", "datagram"] = "auto"
     direct_io: Literal["auto", "on", "off"] = "auto"
     """off also where measuring or the kind of file system spoke against it; then ``read_note`` says why."""
     read_engine: Literal["threads", "uring"] = "threads"

@@ -38,11 +38,14 @@ from shared.messages.base import Msg
 from shared.messages.control import Ram, RamWanted
 from shared.run.config import GroupConfig, load_frozen
 from shared.run.descriptors import raise_descriptor_limit
-from shared.wire.bus import AsyncBus, Bus, ControlClient
+from shared.wire.bus import Bus
+from shared.wire.control_plane import ControlClient
 from shared.wire.endpoints import Endpoints
 
 if TYPE_CHECKING:
     import asyncio
+
+    from shared.wire.async_bus import AsyncBus
 
 STARTING, READY, DRAINING, STOPPED, FAILED = "starting", "ready", "draining", "stopped", "failed"
 
@@ -343,7 +346,7 @@ def run_service(service: Service, argv: list[str] | None = None) -> int:
         incarnation = next_incarnation(run_dir, service.name)
         log = Log(service.name, incarnation)
         endpoints = Endpoints(run_dir, config.run_id)
-        bus = Bus(endpoints, service.name, incarnation, service.receives, log=log)
+        bus = Bus(endpoints, service.name, incarnation, service.receives, log=log, transport=config.transport)
     except ColibriError as error:
         Log(service.name).error("service_failed", exit_code=error.exit_code, reason=error)
         return error.exit_code
@@ -462,9 +465,11 @@ def run_service_async(service: AsyncService, argv: list[str] | None = None) -> i
 async def _run_async(service: AsyncService, config: GroupConfig, incarnation: int) -> int:
     import asyncio  # here, because the four other services start sooner without it
 
+    from shared.wire.async_bus import AsyncBus
+
     log = Log(service.name, incarnation)
     endpoints = Endpoints(config.run_dir, config.run_id)
-    bus = AsyncBus(endpoints, service.name, incarnation, service.receives, log=log)
+    bus = AsyncBus(endpoints, service.name, incarnation, service.receives, log=log, transport=config.transport)
     client = ControlClient(endpoints, bus.context)
     ctx = ServiceContext(config, endpoints, bus, log, incarnation, client)
     life = _Life(ctx, service)

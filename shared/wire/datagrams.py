@@ -31,6 +31,7 @@ class DatagramInbox:
         self._buffer = bytearray(MAX_FRAME_BYTES)
         self._view = memoryview(self._buffer)
         self.fd = self._socket.fileno()
+        self.has_more = False  # the descriptor stays readable as long as something is there
 
     def frames(self, limit: int) -> Iterator[memoryview]:
         """What has arrived, at most ``limit``; each is valid until the next is asked for."""
@@ -73,5 +74,6 @@ class DatagramOutbox:
                 return False
             raise
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
+        """What was sent lies with the receiver already."""
         self._socket.close()

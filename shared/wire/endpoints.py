@@ -1,7 +1,7 @@
 """The one table of addresses: who binds, who connects. Every process uses it; it opens nothing.
 
-Per service one socket for data messages, bound by it: for datagrams of the engine's services among themselves (``direct``),
-a ZeroMQ PULL socket for what crosses to or from the gateway (``data``). One ROUTER socket (``control``), bound by the router.
+Per service, bound by it, the sockets for data messages that its senders use (``links``): a path for datagrams (``direct``), a
+ZeroMQ PULL socket (``data``). One ROUTER socket (``control``), bound by the router.
 The paths lie below the run directory, so groups can coexist. A Unix socket path has at most 107 bytes: under a deep run
 directory the sockets move to a short directory that is derived from the run id.
 """
@@ -24,16 +24,6 @@ SENDS_TO: dict[str, tuple[str, ...]] = {
     DRAFTER: (ROUTER, ATTENTION, EXPERT_IO),
 }
 """Who may send data messages to whom; the sockets a service connects."""
-
-
-def is_direct(sender: str, receiver: str) -> bool:
-    """Whether data messages of this pair go as datagrams. The gateway lives on an event loop and takes long texts."""
-    return GATEWAY not in (sender, receiver)
-
-
-def senders_to(receiver: str) -> tuple[str, ...]:
-    """Who may send data messages to ``receiver``."""
-    return tuple(sender for sender, receivers in SENDS_TO.items() if receiver in receivers)
 
 
 MAX_PATH_BYTES = 107

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("shared", "native", "conversion", "services", "deploy", "cli", "bench")
 
 ONLY_IN = {
-    "zmq": {"shared/wire/bus.py"},
+    "zmq": {"shared/wire/zeromq.py"},
     "ctypes": {"native/", "bench/peers/llama.py"},
     "mmap": {"shared/memory/segments.py", "conversion/writer.py"},
     "multiprocessing": set(),

@@ -51,7 +51,7 @@ def knob_sets(spec: ModelSpec) -> dict[str, dict[str, Any]]:
     return {
         "plain": dict(slots=n_experts, prefill_chunk=512, threads=1, pilot="off", draft="off"),
         "halved": dict(slots=n_experts // 2, prefill_chunk=7, threads=2, pilot="on", draft=1),
-        "starved": dict(slots=spec.gate_k + 1, prefill_chunk=1, threads=4, pilot="random", draft=3),
+        "starved": dict(slots=spec.gate_k + 1, prefill_chunk=1, threads=4, pilot="random", draft=3, transport="zmq"),
     }
 
 

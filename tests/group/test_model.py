@@ -56,7 +56,7 @@ def test_the_words_do_not_depend_on_any_knob(start_group: StartGroup) -> None:
     for title, knobs in {
         "resident": dict(slots=n, threads=1, pilot="off", draft="off"),
         "half": dict(slots=n // 2, threads=2, pilot="on", draft=2, prefill_chunk=7),
-        "starved": dict(slots=spec.gate_k + 1, threads=4, pilot="random", draft=1, prefill_chunk=1),
+        "starved": dict(slots=spec.gate_k + 1, threads=4, pilot="random", draft=1, prefill_chunk=1, transport="zmq"),
     }.items():
         group = start_group(MODEL, **knobs)
         texts[title] = [chat(group), chat(group, temperature=1, seed=7)]
@@ -66,10 +66,10 @@ def test_the_words_do_not_depend_on_any_knob(start_group: StartGroup) -> None:
     assert texts["starved"] == texts["resident"]
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_a_story_survives_the_death_of_every_service(temperature: int, start_group: StartGroup) -> None:
+@pytest.mark.parametrize(("temperature", "transport"), [(0, "datagram"), (1, "zmq")])
+def test_a_story_survives_the_death_of_every_service(temperature: int, transport: str, start_group: StartGroup) -> None:
     """One after the other in one answer: attention, expert_io, drafter, router. The text is that of a calm run."""
-    group = start_group(MODEL, draft=1, slots=40)
+    group = start_group(MODEL, draft=1, slots=40, transport=transport)
     calm = chat(group, 400, temperature=temperature, seed=3, ignore_eos=True)
     result: list[str] = []
     asked = threading.Thread(

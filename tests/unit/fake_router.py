@@ -21,7 +21,8 @@ from shared.messages import control
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenLogprob, TokenOut
 from shared.messages.router import Abort, Submit
 from shared.run.config import GroupConfig, freeze
-from shared.wire.bus import Bus, ControlServer
+from shared.wire.bus import Bus
+from shared.wire.control_plane import ControlServer
 from shared.wire.endpoints import Endpoints
 
 ROOT = Path(__file__).resolve().parents[2]
