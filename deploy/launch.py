@@ -376,7 +376,7 @@ def drain(client: Any, config: GroupConfig, reason: str, is_urgent: Callable[[],
         time.sleep(0.01)
     deadline = time.monotonic() + config.drain_s + 3.0
     while time.monotonic() < deadline and not is_urgent():
-        if client.socket.poll(50):
+        if client.socket.wait(50):
             for msg in client.receive_all():
                 if isinstance(msg, control.Drained):
                     return int(msg.n_cut)
