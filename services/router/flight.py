@@ -142,7 +142,7 @@ class Flights:
         self._drafting = drafting
         self._next_step = first_step
         self._now_ns = now_ns
-        self._view = RingView()
+        self.view = RingView()
         self._gateway = 0  # the last one that was there
         self._again: deque[tuple[Plan, int, int]] = deque()  # plan, replays, start
         self.current: Flight | None = None
@@ -198,7 +198,7 @@ class Flights:
 
     def ring_changed(self, view: RingView) -> list[Instruction]:
         """Who serves is not as it was."""
-        before, self._view = self._view, view
+        before, self.view = self.view, view
         self._drafting.has_drafter = view.drafter != 0
         out: list[Instruction] = []
         if self._gateway and view.gateway != self._gateway:
@@ -327,7 +327,7 @@ class Flights:
 
     def _go_on(self) -> list[Instruction]:
         """Start the next step if the ring is free."""
-        if self.current or not self._view.is_ring_alive:
+        if self.current or not self.view.is_ring_alive:
             return []
         start_ns = self._now_ns()
         while self._again:
