@@ -22,6 +22,7 @@ from bench.roofline import BenchError
 from bench.steps import steps_of
 from shared.container.reader import Container
 from shared.messages.layer import HiddenReady
+from shared.run.terminal import say
 from shared.step.stages import StepKind
 from shared.wire.bus import Bus
 from shared.wire.endpoints import ATTENTION, ROUTER, Endpoints
@@ -124,12 +125,12 @@ def outside_us(model: Path, transport: str) -> float:
 
 
 def report(title: str, unit: str, rounds: list[dict[str, float]], floor: str = "") -> None:
-    print(title)
+    say(title)
     for way in rounds[0]:
         of_way = sorted(found[way] for found in rounds)
         middle = statistics.median(of_way)
         beside = f", {middle / statistics.median(found[floor] for found in rounds):.1f} x a pipe's" if floor else ""
-        print(f"  {way:10} {middle:7.1f} {unit} ({of_way[0]:.1f} to {of_way[-1]:.1f}){beside}")
+        say(f"  {way:10} {middle:7.1f} {unit} ({of_way[0]:.1f} to {of_way[-1]:.1f}){beside}")
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 from shared.run.child import child_environment, python_command
 from shared.run.client import Answer, Client, find_group
+from shared.run.terminal import say
 
 TRAIN = Path(__file__).parents[1] / "models" / "train"
 KINDS = ("stories", "questions", "mixed")
@@ -90,7 +91,7 @@ def main() -> None:
             talks = conversations(args.kind, args.seed, args.conversations)
             with ThreadPoolExecutor(args.at_once) as pool:
                 counts = list(pool.map(lambda item: play(client, item[1], 1000 * item[0]), enumerate(talks)))
-            print(f"{len(talks)} conversations, {sum(counts):,} tokens generated")
+            say(f"{len(talks)} conversations, {sum(counts):,} tokens generated")
         finally:
             subprocess.run([*up, "--stop"], env=child_environment(), check=False)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from cli.options import PATH, SIZE
 from native.library import ISAS, NativeError
 from shared.errors import EXIT_FAULT, EXIT_OK, ConfigError
 from shared.run.config import parse_bytes
@@ -46,12 +47,12 @@ def kernels(as_document: bool, isa: str | None, n_threads: int, quick: bool, siz
         say(as_text(report))
 
 
-MODEL = click.argument("model", type=click.Path(path_type=Path))
+MODEL = click.argument("model", type=PATH)
 JSON = click.option("--json", "as_document", is_flag=True, help="For programs: one JSON document (schema in bench/).")
 LIMIT = click.option(
-    "--limit", metavar="SIZE", help='Put the group into a memory limit that counts page cache, e.g. "8G".'
+    "--limit", metavar="SIZE", type=SIZE, help='Put the group into a memory limit that counts page cache, e.g. "8G".'
 )
-RAM = click.option("--ram", metavar="SIZE", help="Memory for the whole group (default: its own choice).")
+RAM = click.option("--ram", metavar="SIZE", type=SIZE, help="Memory for the whole group (default: its own choice).")
 SLOTS = click.option("--slots", type=click.IntRange(1), help="Expert slots instead of what the memory allows.")
 ROUNDS = click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, metavar="N")
 

@@ -14,7 +14,8 @@ from typing import Any
 import click
 
 from cli.client import open_session
-from cli.prompt import SEED, TEMPERATURE, TOP_P, clean_text
+from cli.options import MODEL, RUN_DIR, SEED, TEMPERATURE, TOP_P, URL
+from cli.prompt import clean_text
 from shared.run.client import Answer, Client, ServerError
 from shared.run.terminal import can_show, complain, is_terminal, say, shown_line, write
 
@@ -55,9 +56,9 @@ class Conversation:
 @click.option("--temperature", type=TEMPERATURE, metavar="T", help="0 takes the likeliest token; default 1.")
 @click.option("--top-p", type=TOP_P, metavar="P", help="Sample among the likeliest tokens that make up P.")
 @click.option("--seed", type=SEED, metavar="N", help="Same seed, same text.")
-@click.option("--model", metavar="DIR", help="Model to start when no group is running; default the embedded one.")
-@click.option("--url", metavar="URL", help="Use the server at this address.")
-@click.option("--run-dir", metavar="DIR", help="Use the group of this run directory.")
+@MODEL
+@URL
+@RUN_DIR
 def command(
     system: str | None, max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None,
     model: str | None, url: str | None, run_dir: str | None,

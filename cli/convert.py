@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from cli.options import PATH
 from conversion.convert import VERSION, Conversion
 from shared.container.format import INDEX_NAME, PRECISIONS
 from shared.container.reader import Container
@@ -13,8 +14,8 @@ from shared.run.terminal import say
 
 
 @click.command("convert")
-@click.argument("source", metavar="HF_DIR", type=click.Path(path_type=Path))
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("source", metavar="HF_DIR", type=PATH)
+@click.argument("out", metavar="OUT", type=PATH)
 @click.option(
     "--precision",
     type=click.Choice(list(PRECISIONS)),

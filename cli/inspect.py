@@ -9,13 +9,16 @@ from typing import Any
 import click
 import msgspec
 
+from cli.options import PATH, PATH_TEXT
 from shared.container.reader import Container
 from shared.run.terminal import say, say_json
 
 
 @click.command("inspect")
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--mirror", "mirrors", multiple=True, metavar="DIR", help="Expert files may also lie in DIR.")
+@click.argument("directory", type=PATH)
+@click.option(
+    "--mirror", "mirrors", multiple=True, metavar="DIR", type=PATH_TEXT, help="Expert files may also lie in DIR."
+)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def command(directory: Path, mirrors: tuple[str, ...], as_json: bool) -> None:
     """Show the model, the precision and the files of the container in DIRECTORY. Headers are checked, weights are not read."""

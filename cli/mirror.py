@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.prompt import ABOVE_ZERO
+from cli.options import ABOVE_ZERO, PATH, SIZE
 from shared.container.mirror import drive_of, total_rate
 from shared.container.reader import Container
 from shared.run.config import parse_bytes
@@ -31,17 +31,19 @@ def command() -> None:
 def _common(function: Callable[..., Any]) -> Callable[..., Any]:
     """MODEL, DIR and what chooses the records."""
     for decorate in (
-        click.option("--size", metavar="SIZE", help="Copy at most this much, for example 100G. Default: every expert."),
+        click.option(
+            "--size", metavar="SIZE", type=SIZE, help="Copy at most this much, e.g. 100G. Default: every expert."
+        ),
         click.option(
             "--mirror",
             "others",
             multiple=True,
-            type=click.Path(path_type=Path),
+            type=PATH,
             metavar="OTHER",
             help="Also read from OTHER: for a model whose expert files lie in several directories.",
         ),
-        click.argument("directory", metavar="DIR", type=click.Path(path_type=Path)),
-        click.argument("model", metavar="MODEL", type=click.Path(path_type=Path)),
+        click.argument("directory", metavar="DIR", type=PATH),
+        click.argument("model", metavar="MODEL", type=PATH),
     ):
         function = decorate(function)
     return function
@@ -99,8 +101,8 @@ def stage_command(model: Path, directory: Path, size: str | None, others: tuple[
 
 
 @command.command("verify")
-@click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
-@click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("model", metavar="MODEL", type=PATH)
+@click.argument("directory", metavar="DIR", type=PATH)
 def verify_command(model: Path, directory: Path) -> None:
     """Read every copy in DIR and compare its checksum with MODEL's colibri.json. Exit code 1 when something is damaged."""
     container = Container.open(model, (directory,))

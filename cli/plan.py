@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from cli.prompt import ABOVE_ZERO
+from cli.options import ABOVE_ZERO, PATH, PATH_TEXT, SIZE
 from native.library import default_threads
 from shared.container.format import INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.mirror import drives_words, number_drives
@@ -27,7 +27,7 @@ from shared.run.terminal import complain, say
 
 
 @click.command("plan")
-@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("model", type=PATH)
 @click.option("--ram", help='Memory for the whole group, for example "12G". Default: a share of what is available now.')
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), help="For a checkpoint: as if converted to this.")
 @click.option("--slots", help="Expert slots in all; all: as many as fit.")
@@ -36,14 +36,21 @@ from shared.run.terminal import complain, say
 @click.option("--prefill-chunk", type=click.IntRange(1), help="Prompt tokens per step.")
 @click.option("--kv-dtype", type=click.Choice(["f32", "bf16"]), help="Precision of the KV cache.")
 @click.option("--draft", help="auto, off or a number of tokens.")
-@click.option("--mirror", "mirrors", multiple=True, metavar="DIR", help="Experts are also read from the copies in DIR.")
+@click.option(
+    "--mirror",
+    "mirrors",
+    multiple=True,
+    metavar="DIR",
+    type=PATH_TEXT,
+    help="Experts are also read from the copies in DIR.",
+)
 @click.option(
     "--disk",
     type=ABOVE_ZERO,
     help="Rate of the drive, of several together, GB/s. Default: measured.",
 )
 @click.option("--memory", type=ABOVE_ZERO, help="Memory bandwidth, GB/s. Default: measured.")
-@click.option("--assume", help="Memory and shared memory to assume instead of what this machine has now.")
+@click.option("--assume", type=SIZE, help="Memory and shared memory to assume instead of what this machine has now.")
 def command(
     model: Path, mirrors: tuple[str, ...], ram: str | None, precision: str | None, disk: float | None,
     memory: float | None, assume: str | None, **settings: Any,

@@ -18,9 +18,10 @@ import click
 import numpy as np
 
 from cli.client import open_session
+from cli.options import MODEL, PATH, RUN_DIR, SEED, TEMPERATURE, FiniteRange, check_writable, write_result
 from cli.profile_report import Facts, Report, analyse, as_json, chrome_trace, format_report
 from cli.profile_storage import StoreFacts
-from cli.prompt import SEED, TEMPERATURE, FiniteRange, parse_ids, read_prompt, request_of
+from cli.prompt import parse_ids, read_prompt, request_of
 from shared.errors import ConfigError
 from shared.memory.segments import COUNTERS, TRACE, Segment
 from shared.model.config_reader import read_json
@@ -166,12 +167,12 @@ class Profiler:
 @click.option("--temperature", type=TEMPERATURE, default=0.0, show_default=True, metavar="T")
 @click.option("--seed", type=SEED, default=0, show_default=True, metavar="N")
 @click.option("--per-layer", is_flag=True, help="Also a table of layers.")
-@click.option("--trace", "trace_path", metavar="FILE", type=click.Path(dir_okay=False, writable=True),
+@click.option("--trace", "trace_path", metavar="FILE", type=PATH,
               help="Write all rows for Perfetto or chrome://tracing.")  # fmt: skip
 @click.option("--json", "is_json", is_flag=True, help="Print the report as JSON.")
-@click.option("--model", metavar="DIR", help="Model to start when no group is running; default the embedded one.")
+@MODEL
 @click.option("--url", metavar="URL", help="Send the prompt here; rows still come from the group of the run directory.")
-@click.option("--run-dir", metavar="DIR", help="Use the group of this run directory.")
+@RUN_DIR
 def command(
     prompt: str | None,
     seconds: float,
@@ -182,7 +183,7 @@ def command(
     temperature: float,
     seed: int,
     per_layer: bool,
-    trace_path: str | None,
+    trace_path: Path | None,
     is_json: bool,
     model: str | None,
     url: str | None,
@@ -191,6 +192,8 @@ def command(
     """Show where the time goes: of an answer to PROMPT, or of whatever the group does meanwhile."""
     if sum(given is not None for given in (prompt, ids, prompt_tokens)) > 1:
         raise click.UsageError("give one of a prompt, --ids and --prompt-tokens")
+    if trace_path is not None:
+        check_writable(trace_path, "--trace")
     text: str | list[int] | None = None
     if ids is not None or prompt_tokens is not None:
         text = parse_ids(ids) if ids is not None else []
@@ -218,7 +221,7 @@ def command(
             report = profiler.stop(answer)
             rows = profiler.rows
     if trace_path is not None and rows is not None:
-        Path(trace_path).write_text(json.dumps(chrome_trace(rows)), encoding="utf-8")
+        write_result(trace_path, json.dumps(chrome_trace(rows)))
     if is_json:
         say_json({**as_json(report), **({"text": answer.text} if answer else {})})
         return 0

@@ -1,11 +1,10 @@
-"""The prompt and the options of a request: as they are given on a command line, checked, and as a request's body.
+"""The prompt as it is given on a command line and by standard input, and the request's body that it becomes.
 
 Used by ``colibri run``, ``chat`` and ``profile``.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import stat
@@ -14,29 +13,12 @@ from typing import Any
 
 import click
 
-from shared.messages.router import MAX_TEMPERATURE, SEED_RANGE
 from shared.run.terminal import complain, is_terminal
 
 MAX_INPUT_BYTES = 16 << 20
 """Of standard input: no server of ours takes a longer body."""
 PATIENCE_S = 2.0
 """After this long without the end of standard input the person is told what is waited for."""
-
-
-class FiniteRange(click.FloatRange):
-    """A float range without the numbers that are none: nan lies between any two for click, and inf sleeps for ever."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-
-TEMPERATURE = FiniteRange(0, MAX_TEMPERATURE)
-TOP_P = FiniteRange(0, 1)
-SEED = click.IntRange(*SEED_RANGE)
-ABOVE_ZERO = FiniteRange(min=0, min_open=True)
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from cli.options import PATH_TEXT, SIZE
 from shared.errors import CapacityError, ConfigError
 from shared.machine.memory_probe import limits_of, own_bytes, page_cache_bytes, probe_memory
 from shared.memory.big_memory import named_bytes
@@ -23,8 +24,10 @@ ANSWER_S = 30.0
 
 
 @click.command("ram")
-@click.argument("size", required=False)
-@click.option("--run-dir", metavar="DIR", help="The group of this run directory (default: the user's own).")
+@click.argument("size", required=False, type=SIZE)
+@click.option(
+    "--run-dir", metavar="DIR", type=PATH_TEXT, help="The group of this run directory (default: the user's own)."
+)
 @click.option("--json", "is_json", is_flag=True, help="As JSON.")
 def command(size: str | None, run_dir: str | None, is_json: bool) -> None:
     """Show the memory of the running group, or give it another budget: SIZE for the whole group, for example 12G.
@@ -32,11 +35,9 @@ def command(size: str | None, run_dir: str | None, is_json: bool) -> None:
     A smaller budget takes effect at once: experts leave their slots and the memory goes back to the system. Everything but
     the slots keeps its size until the next start.
     """
+    n_bytes = parse_bytes(size, "size") if size is not None else 0
     directory = Path(run_dir).expanduser().absolute() if run_dir else default_run_dir()
     config = running.running_config(directory)
-    n_bytes = parse_bytes(size, "size") if size is not None else 0
-    if size is not None and n_bytes <= 0:
-        raise ConfigError(f"size = {size}: a budget is more than 0 bytes, for example 12G.")
     ram = _ask(config, n_bytes)
     if ram.refusal:
         raise CapacityError(ram.refusal)

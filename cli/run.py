@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from cli.client import Session, open_session
-from cli.prompt import SEED, TEMPERATURE, TOP_P, parse_ids, read_prompt, request_of
+from cli.options import MODEL, PATH_TEXT, RUN_DIR, SEED, TEMPERATURE, TOP_P, URL
+from cli.prompt import parse_ids, read_prompt, request_of
 from shared.run.client import Answer
 from shared.run.terminal import complain, is_terminal, say_json, write
 
@@ -28,10 +29,15 @@ NEEDS_RUN_DIR = "--profile reads the group's memory on this machine; use --run-d
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; up to four times.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 @click.option("--profile", "with_profile", is_flag=True, help="Show where the time went.")
-@click.option("--record-routing", metavar="FILE", help="Start the group with this trace file, for `colibri cache-sim`.")
-@click.option("--model", metavar="DIR", help="Model to start when no group is running; default the embedded one.")
-@click.option("--url", metavar="URL", help="Use the server at this address.")
-@click.option("--run-dir", metavar="DIR", help="Use the group of this run directory.")
+@click.option(
+    "--record-routing",
+    metavar="FILE",
+    type=PATH_TEXT,
+    help="Start the group with this trace file, for `colibri cache-sim`.",
+)
+@MODEL
+@URL
+@RUN_DIR
 def command(
     prompt: str | None, raw: bool, ids: str | None, system: str | None, max_tokens: int | None, temperature: float | None,
     top_p: float | None, seed: int | None, stop: tuple[str, ...], as_json: bool, with_profile: bool,

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
+from cli.options import PATH
 from conversion.synth import PRESETS, Synthesis, preset_config
 from shared.container.format import PRECISIONS
 from shared.run.terminal import say
 
 
 @click.command("synth")
-@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.argument("out", metavar="OUT", type=PATH)
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True, help="The sizes.")
 @click.option("--layers", type=click.IntRange(2, 4000), default=None, help="1 dense layer and the rest with experts.")
 @click.option("--mtp/--no-mtp", default=False, show_default=True, help="Add the MTP layer.")

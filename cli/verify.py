@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from cli.options import PATH, PATH_TEXT
 from shared.container.reader import Container
 from shared.run.terminal import complain, say
 
@@ -16,9 +17,11 @@ _SHOWN = 20
 
 
 @click.command("verify")
-@click.argument("directory", metavar="MODEL", type=click.Path(path_type=Path))
-@click.option("--mirror", "mirrors", multiple=True, metavar="DIR", help="Expert files may also lie in DIR.")
-@click.option("--against", "source", metavar="HF_DIR", type=click.Path(path_type=Path),
+@click.argument("directory", metavar="MODEL", type=PATH)
+@click.option(
+    "--mirror", "mirrors", multiple=True, metavar="DIR", type=PATH_TEXT, help="Expert files may also lie in DIR."
+)
+@click.option("--against", "source", metavar="HF_DIR", type=PATH,
               help="Also read the checkpoint HF_DIR: is MODEL made from the very bytes that it holds?")  # fmt: skip
 def command(directory: Path, mirrors: tuple[str, ...], source: Path | None) -> None:
     """Read the whole container MODEL and compare every checksum. Exit code 70 when something is damaged."""

@@ -9,6 +9,8 @@ called ``shared`` in the same environment and ours do not meet.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -20,17 +22,27 @@ def _use_rooms() -> None:
     sys.path.insert(0, str(ROOT))
 
 
+@contextmanager
+def _quiet_interrupt(name: str) -> Iterator[None]:
+    """Ctrl-C while modules are loaded is no traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stderr.write(f"{name}: stopped\n")
+        sys.exit(130)
+
+
 def colibri() -> None:
     """Console script ``colibri``."""
     _use_rooms()
-    from cli.main import main
-
+    with _quiet_interrupt("colibri"):
+        from cli.main import main
     main()
 
 
 def colibri_up() -> None:
     """Console script ``colibri-up``."""
     _use_rooms()
-    from deploy.up import main
-
+    with _quiet_interrupt("colibri-up"):
+        from deploy.up import main
     main()

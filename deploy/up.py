@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from native.errors import LibraryError
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError, ConfigError
@@ -44,7 +44,7 @@ SETTING_FLAGS = (
 
 def make_parser() -> argparse.ArgumentParser:
     """All flags. None of the settings has a default here: that is the TOML file's and ``Settings``' business."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="colibri-up",
         description="Start the Colibri process group on a model directory (without one: the embedded model).",
         allow_abbrev=False,
@@ -134,8 +134,7 @@ def run(argv: list[str]) -> int:
         overrides: dict[str, Any] = {flag: getattr(args, flag) for flag in SETTING_FLAGS}
         overrides["model"] = args.model
         settings = load_settings(args.config, overrides)
-        if args.keep_warm and not args.stop:
-            raise ConfigError("--keep-warm says how a group ends: give it together with --stop.")
+        _check_combination(args)
         if args.status:
             return _status(settings, args.json)
         if args.stop:
@@ -157,6 +156,32 @@ def run(argv: list[str]) -> int:
             "--run-dir names another."
         )
         return EXIT_CONFIG
+
+
+def _check_combination(args: argparse.Namespace) -> None:
+    """A start, --status, --stop and --drop-warm are different things to do; ConfigError where two are asked for."""
+    asked = [flag for flag in ("daemon", "status", "stop", "drop_warm") if getattr(args, flag)]
+    if len(asked) > 1 and asked != ["stop", "drop_warm"]:
+        first, second = (f"--{flag.replace('_', '-')}" for flag in asked[:2])
+        raise ConfigError(f"{first} and {second} ask for different things: give one of them.")
+    if args.keep_warm and not args.stop:
+        raise ConfigError("--keep-warm says how a group ends: give it together with --stop.")
+    if args.keep_warm and args.drop_warm:
+        raise ConfigError("--keep-warm and --drop-warm ask for different things: give one of them.")
+    if args.json and not args.status:
+        raise ConfigError("--json is the form of --status: give both.")
+    empty = [flag for flag in ("model", "run_dir", "host", "huge_dir") if getattr(args, flag) == ""]
+    if empty or "" in (args.mirror or ()):
+        name = f"--{(empty or ['mirror'])[0].replace('_', '-')}"
+        raise ConfigError(f"{'MODEL' if name == '--model' else name} is empty; leave it out for the default.")
+
+
+class _Parser(argparse.ArgumentParser):
+    """One sentence for a wrong flag instead of a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"{self.prog}: {message}. `{self.prog} --help` lists the flags.")
+        sys.exit(2)
 
 
 class _Signals:

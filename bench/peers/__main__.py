@@ -12,7 +12,6 @@ Needs the extra `peers` in this environment, or in the one of --llama-python. Th
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
@@ -37,6 +36,7 @@ from native.probe import read_rate
 from shared.container.format import INDEX_NAME
 from shared.errors import ColibriError
 from shared.run.config import parse_bytes
+from shared.run.terminal import complain, say, say_json
 
 PLAIN_BYTES = 256 * MIB
 READ_BYTES = 8 * MIB
@@ -104,10 +104,10 @@ class Run:
         """What is not there yet; a file is there only when it is whole."""
         self.options.dir.mkdir(parents=True, exist_ok=True)
         if not self.gguf.exists():
-            say(f"writing {self.gguf} ({self.model.gguf_bytes / 1e9:.1f} GB)")
+            complain(f"writing {self.gguf} ({self.model.gguf_bytes / 1e9:.1f} GB)")
             write_gguf(self.gguf, self.model)
         if not (self.container / INDEX_NAME).exists():
-            say(f"writing {self.container} ({self.model.synthesis.n_bytes / 1e9:.1f} GB)")
+            complain(f"writing {self.container} ({self.model.synthesis.n_bytes / 1e9:.1f} GB)")
             self.model.synthesis.run(self.container, n_threads=self.n_threads)
 
     def delete(self) -> None:
@@ -122,7 +122,7 @@ class Run:
         version = ""
         for turn in range(max(2, self.options.rounds, len(modes))):
             mode = modes[turn % len(modes)]
-            say(f"turn {turn + 1}: llama.cpp ({mode})")
+            complain(f"turn {turn + 1}: llama.cpp ({mode})")
             drop_cache([self.container])
             read_file(self.gguf)
             with (
@@ -132,7 +132,7 @@ class Run:
                 version = f"{llama.facts['version']} ({llama.facts['system']})"
                 self._measure(llama, found, turn)
             drop_cache([self.gguf])
-            say(f"turn {turn + 1}: colibri")
+            complain(f"turn {turn + 1}: colibri")
             with (
                 self._turn(rates, OURS) as found,
                 private_dir() as run_dir,
@@ -163,7 +163,7 @@ class Run:
         try:
             yield found
         except ColibriError as error:
-            say(f"  does not count: {error}")
+            complain(f"  does not count: {error}")
             return
         whole = rates.setdefault(name, Rates())
         whole.prefill += found.prefill
@@ -179,7 +179,7 @@ class Run:
             rates.prefill.append(engine.prefill(options.prompt, seed + 10 * i + 3))
             rates.decode.append(engine.decode(options.tokens, seed + 10 * i + 4))
             self._sample_bandwidth()
-        say(f"  prefill {rates.prefill[-1]:.1f} tok/s, decode {rates.decode[-1]:.2f} tok/s")
+        complain(f"  prefill {rates.prefill[-1]:.1f} tok/s, decode {rates.decode[-1]:.2f} tok/s")
 
     def _sample_bandwidth(self) -> None:
         """While the engine waits for the next request."""
@@ -196,7 +196,7 @@ class Run:
             self.gguf, self.container, self.model.spec.vocab, self.n_threads, options.tokens, max(2, options.rounds),
             options.llama_python, self.log, private_dir,
         )  # fmt: skip
-        return limited.compare_limited(self._shape(), options.limits, setup, say)
+        return limited.compare_limited(self._shape(), options.limits, setup, complain)
 
     def report(self) -> tuple[dict[str, Any], str]:
         """(document, table) of the comparison that was asked for."""
@@ -242,10 +242,6 @@ def read_file(path: Path) -> None:
             pass
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     options = make_parser().parse_args()
     try:
@@ -261,9 +257,12 @@ def main() -> int:
             if not options.keep:
                 run.delete()
     except ColibriError as error:
-        say(f"bench.peers: {error}")
+        complain(f"bench.peers: {error}")
         return error.exit_code
-    print(json.dumps(document, indent=1) if options.json else text)
+    if options.json:
+        say_json(document, indent=1)
+    else:
+        say(text)
     return 0
 
 

@@ -9,6 +9,7 @@ import click
 
 from cli.cache_sim import simulate as sim
 from cli.cache_sim.plot import line_chart
+from cli.options import PATH, check_writable, write_result
 from shared.errors import ConfigError
 from shared.experts.residency import POLICIES
 from shared.experts.traces import TraceHeader, TraceReader
@@ -28,13 +29,13 @@ class Trace:
 
 
 @click.command("cache-sim")
-@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("traces", metavar="TRACE...", nargs=-1, required=True, type=PATH)
 @click.option(
     "--slots", default="10%,25%,50%", show_default=True, metavar="LIST", help="Numbers, or shares of all experts."
 )
 @click.option("--policy", "policies", multiple=True, type=click.Choice(NAMES), help="Only these; may be repeated.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.svg", help="Draw hit rates over slots.")
+@click.option("--plot", type=PATH, metavar="FILE.svg", help="Draw hit rates over slots.")
 def command(traces: tuple[Path, ...], slots: str, policies: tuple[str, ...], as_json: bool, plot: Path | None) -> int:
     """Judge residency policies on routing traces, made by colibri-up --record-routing.
 
@@ -43,6 +44,8 @@ def command(traces: tuple[Path, ...], slots: str, policies: tuple[str, ...], as_
     """
     if plot is not None and plot.suffix.lower() != ".svg":
         raise click.UsageError(f"--plot draws SVG only: name the file {plot.stem or 'plot'}.svg instead of {plot.name}")
+    if plot is not None:
+        check_writable(plot, "--plot")
     read = [_read(path) for path in traces]
     header = read[0].header
     for path, trace in zip(traces, read, strict=True):
@@ -57,10 +60,7 @@ def command(traces: tuple[Path, ...], slots: str, policies: tuple[str, ...], as_
     }
     if plot is not None:
         lines = {name: [(n / n_experts, scores[name, n].hit_rate) for n in sizes] for name in names}
-        try:
-            plot.write_text(line_chart(f"{header.model}: expert hit rate", lines, sim.IMPOSSIBLE), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{plot} can't be written: {error.strerror}") from None
+        write_result(plot, line_chart(f"{header.model}: expert hit rate", lines, sim.IMPOSSIBLE))
     if as_json:
         say_json(_as_json(header, read, n_experts, scores, best))
     else:

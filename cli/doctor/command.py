@@ -9,6 +9,7 @@ import click
 
 from cli.doctor import budget, drive, memory, pages, processor
 from cli.doctor.finding import Case, Finding
+from cli.options import PATH
 from shared.container.reader import Container
 from shared.run.terminal import say, say_json
 
@@ -23,7 +24,7 @@ SUBJECTS: tuple[Callable[[Case], list[Finding]], ...] = (
 
 
 @click.command("doctor")
-@click.argument("model", type=click.Path(path_type=Path), required=False)
+@click.argument("model", type=PATH, required=False)
 @click.option("--measure", is_flag=True, help="Measure MODEL's drive now, whatever is kept (about a second).")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def command(model: Path | None, measure: bool, as_json: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from cli.options import PATH
 from shared.run.config import Settings
 from shared.run.terminal import say, say_json
 
@@ -17,10 +18,10 @@ _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS
 
 
 @click.command("quality")
-@click.argument("model", metavar="MODEL", type=click.Path(path_type=Path))
-@click.option("--against", "source", metavar="SOURCE", type=click.Path(path_type=Path), required=True,
+@click.argument("model", metavar="MODEL", type=PATH)
+@click.option("--against", "source", metavar="SOURCE", type=PATH, required=True,
               help="The Hugging Face checkpoint that MODEL was converted from.")  # fmt: skip
-@click.option("--text", "text_path", metavar="FILE", type=click.Path(path_type=Path),
+@click.option("--text", "text_path", metavar="FILE", type=PATH,
               help='Text to compare over; a .jsonl has lines {"text": ...}. Default: models/heldout.jsonl.')  # fmt: skip
 @click.option("--ids", metavar="LIST", help="Token ids instead of a text, e.g. 1,2,3.")
 @click.option("--random", "n_random", type=click.IntRange(min=2), metavar="N",

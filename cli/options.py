@@ -1,0 +1,76 @@
+"""Types of the commands' arguments: what is refused where it is given, before anything is started."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from shared.errors import ConfigError
+from shared.messages.router import MAX_TEMPERATURE, SEED_RANGE
+from shared.run.config import parse_bytes
+
+
+class FiniteRange(click.FloatRange):
+    """A float range without the numbers that are none: nan lies between any two for click, and inf sleeps for ever."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+class GivenPath(click.Path):
+    """A path that is not empty: an unset variable of a script would otherwise name the current directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail("it is empty; give a path.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class GivenSize(click.ParamType):  # type: ignore[type-arg]
+    """A size that is not 0, checked where it is given and kept as it was written. Raises ConfigError (exit code 78)."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        key = str(param.name) if param is not None and param.name else "size"
+        if parse_bytes(value, key) <= 0:
+            raise ConfigError(f"{key} = {value}: more than 0 bytes are needed, for example 12G")
+        return str(value)
+
+
+TEMPERATURE = FiniteRange(0, MAX_TEMPERATURE)
+TOP_P = FiniteRange(0, 1)
+SEED = click.IntRange(*SEED_RANGE)
+ABOVE_ZERO = FiniteRange(min=0, min_open=True)
+SIZE = GivenSize()
+PATH = GivenPath(path_type=Path)
+PATH_TEXT = GivenPath()
+"""The same as text, for what is handed on."""
+
+MODEL = click.option(
+    "--model", metavar="DIR", type=PATH_TEXT, help="Model to start when no group is running; default the embedded one."
+)
+URL = click.option("--url", metavar="URL", help="Use the server at this address.")
+RUN_DIR = click.option("--run-dir", metavar="DIR", type=PATH_TEXT, help="Use the group of this run directory.")
+
+
+def check_writable(path: Path, flag: str) -> None:
+    """UsageError where a file could not be made, before the work whose result it is to hold."""
+    if path.is_dir():
+        raise click.UsageError(f"{flag} {path} is a directory; name a file")
+    if not path.absolute().parent.is_dir():
+        raise click.UsageError(f"{flag} {path}: the directory {path.absolute().parent} does not exist")
+
+
+def write_result(path: Path, text: str) -> None:
+    """A file the user named. Raises ConfigError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}") from None
