@@ -363,6 +363,23 @@ class ChatTemplate:
         self._check_developer(name, messages, given, kwargs, max_chars)
         return text
 
+    @property
+    def bos(self) -> str | None:
+        """What every text begins with."""
+        bos = self._special_tokens.get("bos_token")
+        return bos if isinstance(bos, str) else None
+
+    def probe(
+        self, messages: list[dict[str, Any]], kwargs: dict[str, Any], with_prompt: bool, max_chars: int
+    ) -> str | None:
+        """As ``render``, with or without a generation prompt, as plain text; None for what is refused."""
+        try:
+            name = self._choose(kwargs)
+            given = [self._message(message, name) for message in messages]
+            return str.__str__(self._run(name, given, kwargs, max_chars, with_prompt=with_prompt))
+        except Refused:
+            return None
+
     def _choose(self, kwargs: dict[str, Any]) -> str:
         names = self._by_name
         if kwargs.get("tools") and "tool_use" in names:
@@ -393,10 +410,18 @@ class ChatTemplate:
                 function["arguments"] = _arguments(given["function"]["arguments"])
         return wrapped  # type: ignore[no-any-return]
 
-    def _run(self, name: str, messages: list[dict[str, Any]], kwargs: dict[str, Any], max_chars: int) -> str:
+    def _run(
+        self,
+        name: str,
+        messages: list[dict[str, Any]],
+        kwargs: dict[str, Any],
+        max_chars: int,
+        *,
+        with_prompt: bool = True,
+    ) -> str:
         wrapped = {key: wrap(value) for key, value in kwargs.items()}
         variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **wrapped}
-        variables.update(messages=messages, add_generation_prompt=True)
+        variables.update(messages=messages, add_generation_prompt=with_prompt)
         parts: list[str] = []
         n_chars = 0
         deadline = time.monotonic() + MAX_RENDER_S

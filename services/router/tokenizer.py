@@ -16,6 +16,7 @@ from typing import Any, Final
 from services.router.chat_template import ChatTemplate, read_template_files
 from services.router.client_text import Spans, spans_of
 from services.router.pieces import Pieces
+from services.router.turns import turn_markers
 from shared.errors import ContainerError, Refused
 from shared.files import TOKENIZER_LIMIT_BYTES, is_file, read_file
 
@@ -72,6 +73,19 @@ class ModelTokenizer:
     def piece(self, token: int, is_start: bool = False) -> bytes:
         """The token's own bytes, so that those of an answer join to its text; none for a control token."""
         return self._pieces.of(token, is_start)
+
+    @functools.cached_property
+    def turn_ends(self) -> frozenset[int]:
+        """Control tokens with which the template begins turns: one in an answer of chat ends it. Renders a few probes."""
+        ids = {control.content: token for token, control in self._controls.items()}
+        markers = turn_markers(
+            lambda messages, kwargs, with_prompt: self._template.probe(
+                messages, kwargs, with_prompt, _LEAST_ROOM_CHARS
+            ),
+            ids,
+            self._template.bos,
+        )
+        return frozenset(ids[marker] for marker in markers)
 
     # -- inside
 
