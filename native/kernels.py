@@ -33,6 +33,9 @@ class ExpertJob(ctypes.Structure):
     _fields_ = (("ffn", Ffn), ("rows", ctypes.c_void_p), ("out", ctypes.c_void_p), ("n_rows", ctypes.c_int64))
 
 
+GATE_SCORINGS: dict[str, int] = {"sigmoid": 0, "softmax": 1}
+
+
 class _Gate(ctypes.Structure):
     _fields_ = (
         ("weight", Matrix),
@@ -43,6 +46,10 @@ class _Gate(ctypes.Structure):
         ("topk_group", ctypes.c_int32),
         ("norm_topk", ctypes.c_int32),
         ("scaling", ctypes.c_float),
+        ("logit_bias", ctypes.c_void_p),
+        ("expert_scale", ctypes.c_void_p),
+        ("scoring", ctypes.c_int32),
+        ("pad_", ctypes.c_int32),
     )
 
 
@@ -168,7 +175,10 @@ def expert_reduce(
 
 
 class Gate:
-    """noaux_tc: chooses k of E experts per row. `weight` f32[E, D] with f32 activations, `bias` f32[E] only for choosing."""
+    """Chooses k of E experts per row. `weight` f32[E, D] with f32 activations, `bias` f32[E] only for choosing.
+
+    `scoring`: one of GATE_SCORINGS. `logit_bias` f32[E] joins the logits, `expert_scale` f32[E] the weights of the chosen.
+    """
 
     def __init__(
         self,
@@ -179,12 +189,31 @@ class Gate:
         topk_group: int,
         norm_topk: bool,
         scaling: float,
+        scoring: str = "sigmoid",
+        logit_bias: np.ndarray | None = None,
+        expert_scale: np.ndarray | None = None,
     ) -> None:
         if weight.act != ACT_F32:
             raise NativeError("gate: the weight must take f32 activations")
-        bias_at = None if bias is None else checked(bias, f32, (weight.out,), "gate: bias")
-        self._keep = (weight, bias)
-        self._struct = _Gate(weight, bias_at, weight.out, k, n_group, topk_group, int(norm_topk), scaling)
+        if scoring not in GATE_SCORINGS:
+            raise NativeError(f"gate: scoring {scoring!r}: expected one of {', '.join(GATE_SCORINGS)}")
+        given = {"bias": bias, "logit_bias": logit_bias, "expert_scale": expert_scale}
+        vectors = {
+            name: None if value is None else checked(value, f32, (weight.out,), f"gate: {name}")
+            for name, value in given.items()
+        }
+        self._keep = (weight, *given.values())
+        self._struct = _Gate(
+            weight=weight,
+            n_experts=weight.out,
+            k=k,
+            n_group=n_group,
+            topk_group=topk_group,
+            norm_topk=int(norm_topk),
+            scaling=scaling,
+            scoring=GATE_SCORINGS[scoring],
+            **vectors,
+        )
         self.k = k
 
     def forward(self, pool: Pool, h: np.ndarray, ids: np.ndarray, weights: np.ndarray) -> int:

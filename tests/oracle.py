@@ -15,8 +15,26 @@ from typing import Any
 import numpy as np
 
 from conversion.convert import Conversion
+from shared.model.families import names
 
-ORACLES = ("glm_moe_dsa", "glm_moe_dsa_fp8", "deepseek_v3", "deepseek_v32")
+DIRECTORY = Path(__file__).parent / "oracles"
+
+
+def _oracles() -> tuple[str, ...]:
+    """Those of the families that the engine runs, the embedded model's first."""
+    found = [path.parent.name for path in DIRECTORY.glob("*/greedy_tokens.npy") if _family(path.parent) in names()]
+    return tuple(sorted(found, key=lambda name: (not name.startswith("glm_moe_dsa"), name)))
+
+
+def _family(directory: Path) -> str:
+    family: str = json.loads((directory / "config.json").read_text())["model_type"]
+    return family
+
+
+ORACLES = _oracles()
+"""A new family's is found by its folder."""
+MTP_ORACLES = tuple(name for name in ORACLES if (DIRECTORY / name / "mtp_logits.npy").exists())
+LATENT_ORACLES = tuple(name for name in ORACLES if "kv_lora_rank" in (DIRECTORY / name / "config.json").read_text())
 PRECISIONS = ("f32", "bf16", "int8", "int4")
 
 Raw = tuple[str, tuple[int, ...], bytes]
@@ -24,7 +42,7 @@ Raw = tuple[str, tuple[int, ...], bytes]
 
 
 def oracle_dir(name: str) -> Path:
-    return Path(__file__).parent / "oracles" / name
+    return DIRECTORY / name
 
 
 def oracle_array(name: str, what: str) -> np.ndarray:

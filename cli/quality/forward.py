@@ -123,10 +123,7 @@ class Forward:
 
     def _experts(self, layer: int, h: list[F32]) -> list[F32]:
         spec, prefix = self._spec, f"model.layers.{layer}."
-        scores = self.linear(spec.gate.scores_name(prefix), h)
-        bias_name = spec.gate.bias_name(prefix)
-        biases = self.vectors(bias_name) if bias_name else [None] * len(h)
-        routes = [spec.gate.choose(x, bias) for x, bias in zip(scores, biases)]
+        routes = spec.gate.forward(self, prefix, h)
         inputs = [self._activate(i, "expert", x) for i, x in enumerate(h)]
         mixed = [np.zeros_like(x) for x in h]
         # Ascending ids: the order in which the engine adds.

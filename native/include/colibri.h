@@ -149,13 +149,19 @@ CB_API int cb_expert_reduce(cb_pool *pool, const float *parts, const float *weig
                             const float *shared, int64_t n_rows, int64_t k, int64_t hidden, float *mixed,
                             int64_t *bad_row);
 
-/* ---- gate (noaux_tc; src/gate.c defines it) ---------------------------------------------------------------- */
+/* ---- gate (src/gate.c defines it) -------------------------------------------------------------------------- */
+
+/* What makes scores of the logits: each by itself, or all of a row together. */
+enum { CB_GATE_SIGMOID = 0, CB_GATE_SOFTMAX = 1 };
 
 typedef struct {
     cb_matrix weight;  /* [E, D], CB_F32, CB_ACT_F32 */
     const float *bias; /* f32[E]: chooses, never weighs; NULL = 0 */
     int32_t n_experts, k, n_group, topk_group, norm_topk;
     float scaling;
+    const float *logit_bias;   /* f32[E]: added to the logits; NULL = 0 */
+    const float *expert_scale; /* f32[E]: on the weights of the chosen, last; NULL = 1 */
+    int32_t scoring, pad_;
 } cb_gate;
 
 /* ids i32[T, K] ascending, weights f32[T, K] in the same order. Ties choose the lower id. CB_ENONFINITE names the

@@ -1,8 +1,10 @@
-/* gate.c: noaux_tc. Scores by the f32 linear and the sigmoid; the choice is scalar code and the same on every rung.
+/* gate.c: logits by the f32 linear, scores of them, and the choice, which is scalar code and the same on every rung.
  *
- * Definition, per row: z = h W^T, s = sigmoid(z), c = s + bias. With more than one group, a group's score is the sum of
+ * Definition, per row: z = h W^T + logit_bias; s = sigmoid(z), or s = exp(z - max) / sum with the sum ascending (softmax);
+ * c = s + bias. With more than one group, a group's score is the sum of
  * its two largest c, and only the topk_group best groups stay. The k largest c are chosen (ties: lower id, lower group),
- * listed in ascending id; w = s, if norm_topk: w = s / (sum + 1e-20), sum ascending; then times scaling. */
+ * listed in ascending id; w = s, if norm_topk: w = s / (sum + 1e-20), sum ascending; then times scaling, then times
+ * expert_scale. */
 #include "cbmath.h"
 #include "internal.h"
 
@@ -41,14 +43,34 @@ typedef struct {
     _Atomic int64_t bad_row;
 } gate_arg;
 
+/* In place; every z is finite. */
+static void softmax(float *z, int64_t n)
+{
+    float most = z[0], sum = 0;
+    for (int64_t e = 1; e < n; e++)
+        most = CB_MAX(most, z[e]);
+    for (int64_t e = 0; e < n; e++) {
+        z[e] = cb_exp(z[e] - most);
+        sum = sum + z[e];
+    }
+    for (int64_t e = 0; e < n; e++)
+        z[e] = z[e] / sum;
+}
+
 static bool choose(const cb_gate *gate, float *s, float *c, float *group, uint8_t *taken, uint8_t *group_taken,
                    int32_t *ids, float *weights)
 {
     int64_t n = gate->n_experts, size = n / gate->n_group;
     bool finite = true;
-    for (int64_t e = 0; e < n; e++)
+    for (int64_t e = 0; e < n; e++) {
+        if (gate->logit_bias)
+            s[e] = s[e] + gate->logit_bias[e];
         finite &= (cb_f32_bits(s[e]) & 0x7fffffffu) < 0x7f800000u;
-    cb_kernels.sigmoid(s, n, s);
+    }
+    if (gate->scoring == CB_GATE_SIGMOID)
+        cb_kernels.sigmoid(s, n, s);
+    else if (finite)
+        softmax(s, n);
     for (int64_t e = 0; e < n; e++) {
         c[e] = gate->bias ? s[e] + gate->bias[e] : s[e];
         finite &= (cb_f32_bits(c[e]) & 0x7fffffffu) < 0x7f800000u;
@@ -85,6 +107,9 @@ static bool choose(const cb_gate *gate, float *s, float *c, float *group, uint8_
         sum = sum + s[ids[i]];
     for (int32_t i = 0; i < gate->k; i++)
         weights[i] = (gate->norm_topk ? s[ids[i]] / (sum + 1e-20f) : s[ids[i]]) * gate->scaling;
+    if (gate->expert_scale)
+        for (int32_t i = 0; i < gate->k; i++)
+            weights[i] = weights[i] * gate->expert_scale[ids[i]];
     return true;
 }
 
@@ -110,7 +135,8 @@ int cb_gate_forward(cb_pool *pool, const cb_gate *gate, const float *h, int64_t 
         gate->weight.out != gate->n_experts || n_rows < 0 || !bad_row || (n_rows && (!h || !ids || !weights)))
         return CB_EINVAL;
     if (gate->n_group < 1 || gate->n_experts % gate->n_group || gate->topk_group < 1 ||
-        gate->topk_group > gate->n_group || gate->k < 1 ||
+        gate->topk_group > gate->n_group || gate->k < 1 || gate->scoring < CB_GATE_SIGMOID ||
+        gate->scoring > CB_GATE_SOFTMAX ||
         gate->k > gate->n_experts / gate->n_group * (gate->n_group > 1 ? gate->topk_group : 1))
         return CB_EINVAL;
     int64_t n = gate->n_experts, threads = cb_pool_threads(pool);

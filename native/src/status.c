@@ -33,6 +33,7 @@ static const struct {
     FIELD(cb_expert_job, n_rows),
     SIZE(cb_gate), FIELD(cb_gate, weight), FIELD(cb_gate, bias), FIELD(cb_gate, n_experts), FIELD(cb_gate, k),
     FIELD(cb_gate, n_group), FIELD(cb_gate, topk_group), FIELD(cb_gate, norm_topk), FIELD(cb_gate, scaling),
+    FIELD(cb_gate, logit_bias), FIELD(cb_gate, expert_scale), FIELD(cb_gate, scoring),
     SIZE(cb_attn_layer), FIELD(cb_attn_layer, hidden), FIELD(cb_attn_layer, n_heads), FIELD(cb_attn_layer, q_rank),
     FIELD(cb_attn_layer, kv_rank), FIELD(cb_attn_layer, nope), FIELD(cb_attn_layer, rope), FIELD(cb_attn_layer, v_dim),
     FIELD(cb_attn_layer, rope_interleave), FIELD(cb_attn_layer, rms_eps), FIELD(cb_attn_layer, latent_eps),

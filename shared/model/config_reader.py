@@ -157,6 +157,38 @@ class ConfigReader:
         )
         return ReadRope(rope, _yarn_m(factor, mscale_all) ** 2 if mscale_all else 1.0)
 
+    def routing(self, experts_key: str) -> tuple[int, int]:
+        """(routed experts of a layer, how many of them a token uses)."""
+        n_experts = self.integer(experts_key, high=1 << 16)
+        k = self.integer("num_experts_per_tok", high=256)
+        if k > n_experts:
+            raise self.complaint("num_experts_per_tok", f"at most {experts_key} = {n_experts}", k)
+        return n_experts, k
+
+    def heads(self, hidden: int) -> tuple[int, int, int]:
+        """(query heads, key heads, components of a head) of grouped-query attention."""
+        n_heads = self.integer("num_attention_heads", high=1 << 12)
+        n_kv_heads = self.integer("num_key_value_heads", n_heads, high=1 << 12)
+        if n_heads % n_kv_heads:
+            raise self.complaint("num_key_value_heads", f"a divisor of num_attention_heads = {n_heads}", n_kv_heads)
+        if self.config.get("head_dim") is None and hidden % n_heads:
+            raise self.complaint("num_attention_heads", f"a divisor of hidden_size = {hidden}", n_heads)
+        return n_heads, n_kv_heads, self.integer("head_dim", hidden // n_heads, high=1 << 12)
+
+    def turned(self, head_dim: int) -> int:
+        """Leading components of a head that turn: ``partial_rotary_factor`` of them, an even number."""
+        nested = self.config.get("rope_parameters")
+        own = nested.get("partial_rotary_factor") if isinstance(nested, dict) else None
+        share = self.number("partial_rotary_factor", 1.0, high=1.0) if own is None else own
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0.0 < share <= 1.0:
+            raise self.complaint("partial_rotary_factor", "a number above 0, at most 1", share)
+        dim = int(head_dim * share)
+        if not dim or dim % 2:
+            raise self.complaint(
+                "partial_rotary_factor", f"such that an even part of head_dim = {head_dim} turns", share
+            )
+        return dim
+
     def end_ids(self, vocab: int) -> tuple[int, ...]:
         """The union of both files: either may list an id that the other forgot."""
         found: set[int] = set()

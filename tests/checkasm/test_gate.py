@@ -105,6 +105,37 @@ def test_gate_bits(rung: Rung, ref: Rung, case: tuple[int, int, int, int, bool, 
     )
 
 
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("case", [(64, 8), (17, 3), (128, 8)], ids=str)
+def test_softmax_with_biased_logits_and_scaled_experts(rung: Rung, case: tuple[int, int], norm: bool) -> None:
+    """Against float64, the same bits on every rung and with any neighbours; each of the vectors must matter."""
+    experts, k = case
+    rng = np.random.default_rng(SEED + 4)
+    packed = random_matrix(rng, "f32", ACT_F32, experts, 72)
+    packed.weight.view(np.float32)[:] *= np.float32(0.15)
+    logit_bias, scale = (guarded_copy(rng.uniform(0.5, 1.5, experts).astype(np.float32)) for _ in range(2))
+    h = guarded_copy(rng.standard_normal((50, 72)).astype(np.float32))
+
+    def gate(**vectors: np.ndarray) -> Gate:
+        return Gate(packed.matrix, None, k, 1, 1, norm, 1.5, "softmax", **vectors)
+
+    ids, weights, bad = run_gate(rung, gate(logit_bias=logit_bias, expert_scale=scale), h, 2)
+    z = scores(rung, packed, h).astype(np.float64) + logit_bias
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    want = np.sort(np.argsort(-p, axis=1, kind="stable")[:, :k], axis=1)
+    share = np.take_along_axis(p, want, axis=1)
+    share = share / share.sum(axis=1, keepdims=True) if norm else share
+    assert bad == -1
+    assert (ids == want).all()
+    assert np.abs(weights / (share * 1.5 * scale[want]) - 1).max() < 3e-6
+    alone = run_gate(rung, gate(logit_bias=logit_bias, expert_scale=scale), guarded_copy(h[7:8]))
+    assert same_bits(alone[1], weights[7:8])
+    for vectors in ({"logit_bias": logit_bias}, {"expert_scale": scale}):
+        other = run_gate(rung, gate(**vectors), h)
+        assert np.abs(other[1] - weights).max() > 0.01
+
+
 def test_ties_choose_the_lower_id(rung: Rung) -> None:
     packed = random_matrix(np.random.default_rng(SEED), "f32", ACT_F32, 32, 16)
     packed.weight[:] = 0
@@ -159,3 +190,5 @@ def test_contradictions_are_refused(ref: Rung) -> None:
     q8 = random_matrix(rng, "q8", 1, 32, 64)
     with pytest.raises(NativeError, match="f32 activations"):
         Gate(q8.matrix, None, 4, 1, 1, True, 1.0)
+    with pytest.raises(NativeError, match="scoring"):
+        Gate(packed.matrix, None, 4, 1, 1, True, 1.0, "softplus")

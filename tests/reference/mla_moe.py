@@ -16,9 +16,11 @@ import numpy.typing as npt
 
 from shared.container.plain import dense_values, expert_values
 from shared.container.reader import Container, Tensor, aligned_buffer
+from shared.model.attention.grouped import Grouped
 from shared.model.attention.latent import Indexer
 from shared.model.rope import Rope
 from shared.model.spec import ModelSpec
+from tests.reference.gqa_moe import Attention, attention, softmax
 
 F64 = npt.NDArray[np.float64]
 
@@ -71,7 +73,8 @@ class Reference:
         self.container = Container.open(path)
         self.spec: ModelSpec = self.container.spec
         self.w = Weights(self.container)
-        self.latent_eps = self.spec.attention[0].latent_eps if latent_eps is None else latent_eps
+        self.latent_eps = latent_eps
+        """Of the inner norms of latent attention; None: as the model says."""
 
     # ---- whole passes ----
 
@@ -121,29 +124,44 @@ class Reference:
     ) -> tuple[F64, list[npt.NDArray[np.int64]] | None]:
         """(residual stream after the layer, key positions of each row for the shared layers that follow)."""
         prefix, spec = f"model.layers.{layer}.", self.spec
-        h = _rms_norm(x, self.w[prefix + "input_layernorm.weight"], spec.rms_eps)
-        attended, selection = self._attention(layer, h, selection)
-        x = x + attended
-        h = _rms_norm(x, self.w[prefix + "post_attention_layernorm.weight"], spec.rms_eps)
+        if isinstance(spec.attention[layer], Grouped):
+            x, h = attention(self._grouped(spec.attention[layer], prefix), x, np.arange(len(x)))
+        else:
+            h = _rms_norm(x, self.w[prefix + "input_layernorm.weight"], spec.rms_eps)
+            attended, selection = self._attention(layer, h, selection)
+            x = x + attended
+            h = _rms_norm(x, self.w[prefix + "post_attention_layernorm.weight"], spec.rms_eps)
         if spec.layer_kind(layer) == "dense":
             return x + self._ffn(prefix + "mlp.", h), selection
         return x + self._experts(layer, h), selection
+
+    def _grouped(self, found: Grouped, prefix: str) -> Attention:
+        names = {f"{p}": f"self_attn.{p}_proj.weight" for p in "qkvo"}
+        names |= {f"{p}_bias": f"self_attn.{p}_proj.bias" for p in "qkvo"}
+        names |= {f"{p}_norm": f"self_attn.{p}_norm.weight" for p in "qk"}
+        names |= {"sinks": "self_attn.sinks", "input_norm": "input_layernorm.weight", "post_norm": found.hidden_norm}
+        return Attention(
+            n_heads=found.n_heads, n_kv_heads=found.n_kv_heads, head_dim=found.head_dim,
+            w={short: self.w[prefix + name] for short, name in names.items() if prefix + name in self.w},
+            inv_freq=np.array(found.rope.inv_freq()), eps=found.rms_eps, scale=found.softmax_scale,
+            amplitude=found.rope.amplitude, window=found.window, qk_norm=found.qk_norm,
+            value_norm=found.has_value_norm, clip=found.clip, interleave=found.rope.is_interleaved,
+        )  # fmt: skip
 
     def _attention(
         self, layer: int, h: F64, selection: list[npt.NDArray[np.int64]] | None
     ) -> tuple[F64, list[npt.NDArray[np.int64]] | None]:
         mla, p = self.spec.attention[layer], f"model.layers.{layer}.self_attn."
+        latent_eps = mla.latent_eps if self.latent_eps is None else self.latent_eps
         n_rows, rank = len(h), mla.kv_rank
         if mla.q_rank is None:
             q_latent, q = h, h @ self.w[p + "q_proj.weight"].T
         else:
-            q_latent = _rms_norm(
-                h @ self.w[p + "q_a_proj.weight"].T, self.w[p + "q_a_layernorm.weight"], self.latent_eps
-            )
+            q_latent = _rms_norm(h @ self.w[p + "q_a_proj.weight"].T, self.w[p + "q_a_layernorm.weight"], latent_eps)
             q = q_latent @ self.w[p + "q_b_proj.weight"].T
         q = q.reshape(n_rows, mla.n_heads, mla.qk_head)
         kv = h @ self.w[p + "kv_a_proj_with_mqa.weight"].T
-        latent = _rms_norm(kv[:, :rank], self.w[p + "kv_a_layernorm.weight"], self.latent_eps)
+        latent = _rms_norm(kv[:, :rank], self.w[p + "kv_a_layernorm.weight"], latent_eps)
         key_rope = self._rope(kv[:, None, rank:], mla.rope)[:, 0]
         query_rope = self._rope(q[..., mla.nope :], mla.rope)
         folded = np.einsum("hrn,thn->thr", self.w[p + "k_b.weight"], q[..., : mla.nope])
@@ -191,7 +209,7 @@ class Reference:
 
     def _experts(self, layer: int, h: F64) -> F64:
         p = f"model.layers.{layer}.mlp."
-        out = self._ffn(p + "shared_experts.", h)
+        out = self._ffn(p + "shared_experts.", h) if self.spec.n_shared else np.zeros_like(h)
         for row, (ids, weights) in enumerate(self.route(layer, h)):
             for expert, weight in zip(ids, weights):
                 gate, up, down = self.w.expert(layer, int(expert))
@@ -201,8 +219,10 @@ class Reference:
     def route(self, layer: int, h: F64) -> list[tuple[npt.NDArray[np.int64], F64]]:
         """(expert ids ascending, their weights) for each row."""
         spec, p = self.spec, f"model.layers.{layer}.mlp.gate."
-        score = 1.0 / (1.0 + np.exp(-(h @ self.w[p + "weight"].T)))
-        choice = score + self.w[p + "e_score_correction_bias"]
+        z = h @ self.w[p + "weight"].T
+        score = softmax(z) if spec.gate.scoring == "softmax" else 1.0 / (1.0 + np.exp(-z))
+        bias = p + "e_score_correction_bias"
+        choice = score + self.w[bias] if bias in self.w else score
         result = []
         for row in range(len(h)):
             chosen = choice[row].copy()

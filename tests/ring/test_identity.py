@@ -11,7 +11,7 @@ import pytest
 
 from native.library import available_isas, isa_current, isa_limit
 from shared.messages.router import DraftReady
-from tests.oracle import ORACLES, oracle_array
+from tests.oracle import MTP_ORACLES, ORACLES, oracle_array
 from tests.support.ring import Ring, read_record
 
 Converted = Callable[[str, str], Path]
@@ -89,7 +89,7 @@ def test_prompt_logits_and_greedy_tokens_equal_the_oracle(name: str, converted: 
     np.testing.assert_allclose(got, expected, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("name", MTP_ORACLES)
 def test_drafts_equal_the_mtp_oracle(name: str, converted: Converted, tmp_path: Path) -> None:
     prompt = oracle_array(name, "prompt_ids").tolist()
     chain = oracle_array(name, "mtp_chain_tokens").tolist()
@@ -116,16 +116,22 @@ def force() -> Iterator[Force]:
     isa_limit(usual)
 
 
-@pytest.mark.parametrize("precision", ["f32", "int8", "int4"])
+SAMPLED = [(0.0, available_isas()[-1]), *((1.0, isa) for isa in available_isas())]
+
+
 @pytest.mark.parametrize(
-    ("temperature", "isa"), [(0.0, available_isas()[-1]), *((1.0, isa) for isa in available_isas())]
+    ("name", "precision", "temperature", "isa"),
+    [
+        *(("glm_moe_dsa", precision, *sampled) for precision in ("f32", "int8", "int4") for sampled in SAMPLED),
+        ("glm4_moe", "int4", 1.0, available_isas()[-1]),
+    ],
 )
 def test_no_knob_moves_a_bit(
-    precision: str, temperature: float, isa: str, force: Force, converted: Converted, tmp_path: Path
+    name: str, precision: str, temperature: float, isa: str, force: Force, converted: Converted, tmp_path: Path
 ) -> None:
     force(isa)
-    model = converted("glm_moe_dsa", precision)
-    prompt = oracle_array("glm_moe_dsa", "prompt_ids").tolist()
+    model = converted(name, precision)
+    prompt = oracle_array(name, "prompt_ids").tolist()
     [base] = run(model, tmp_path, [prompt], 12, {}, temperature=temperature)
     for title, variant in VARIANTS.items():
         [got] = run(model, tmp_path, [prompt], 12, variant, temperature=temperature)

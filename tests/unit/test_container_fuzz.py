@@ -43,12 +43,12 @@ def mutated(value: Any, rng: random.Random) -> Any:
     return rng.choice(ODD_VALUES)
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32"])
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32", "qwen3_moe", "olmoe", "mixtral", "glm4_moe"])
 def test_config_json(name: str) -> None:
     rng = random.Random(name)
     base = oracle_config(name)
     n_refused = 0
-    for _ in range(4000):
+    for _ in range(2000):
         config = mutated(base, rng)
         if not isinstance(config, dict):
             continue
@@ -62,7 +62,7 @@ def test_config_json(name: str) -> None:
         else:
             assert all(len(a.rope.inv_freq()) == a.rope.dim // 2 for a in spec.attention)
             assert len(spec.attention) == spec.n_layers + spec.n_mtp
-    assert n_refused > 500
+    assert n_refused > 250
 
 
 @pytest.fixture(scope="module")

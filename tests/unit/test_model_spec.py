@@ -11,8 +11,9 @@ import pytest
 
 from conversion.synth import preset_config
 from shared.errors import ConfigError
+from shared.model.attention.grouped import Grouped
 from shared.model.spec import ModelSpec
-from tests.oracle import ORACLES, oracle_config, oracle_dir
+from tests.oracle import MTP_ORACLES, ORACLES, oracle_config, oracle_dir
 
 GLM_5_2_FULL = (0, 1, 2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 62, 66, 70, 74)
 
@@ -161,8 +162,62 @@ def test_q_lora_rank_null_is_a_plain_projection() -> None:
 @pytest.mark.parametrize("name", ORACLES)
 def test_oracles_load_from_disk(name: str) -> None:
     spec = ModelSpec.load(oracle_dir(name))
-    assert spec.n_mtp == 1
+    assert spec.n_mtp == (name in MTP_ORACLES)
     assert spec.eos_ids
+
+
+def grouped(name: str, **changes: Any) -> Grouped:
+    found = ModelSpec.from_config({**oracle_config(name), **changes}).attention[0]
+    assert isinstance(found, Grouped)
+    return found
+
+
+def test_what_grouped_families_differ_in() -> None:
+    qwen, olmoe, mixtral, glm4 = (grouped(name) for name in ("qwen3_moe", "olmoe", "mixtral", "glm4_moe"))
+    assert [layer.qk_norm for layer in (qwen, olmoe, mixtral, glm4)] == ["head", "whole", "none", "head"]
+    assert grouped("glm4_moe", use_qk_norm=False).qk_norm == "none"
+    assert (mixtral.head_dim, glm4.head_dim, glm4.rope.dim) == (16, 32, 16)
+    assert (mixtral.window, grouped("mixtral", sliding_window=7).window) == (0, 7)
+    assert (olmoe.clip, grouped("olmoe", clip_qkv=2.5).clip) == (0.0, 2.5)
+    assert [layer.has_qkv_bias for layer in (qwen, glm4)] == [False, True]
+    assert not glm4.has_output_bias
+    assert grouped("qwen3_moe", attention_bias=True).has_output_bias
+    older = {key: value for key, value in oracle_config("olmoe").items() if key != "rms_norm_eps"}
+    assert ModelSpec.from_config(older).rms_eps == 1e-5
+    gates = [ModelSpec.from_config(oracle_config(name)).gate for name in ("qwen3_moe", "olmoe", "mixtral", "glm4_moe")]
+    assert [gate.scoring for gate in gates] == ["softmax"] * 3 + ["sigmoid"]
+    assert [gate.norm_topk for gate in gates] == [True, False, True, True]
+    some_dense = ModelSpec.from_config(oracle_config("qwen3_moe") | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert some_dense.layer_kinds == ("dense", "moe", "dense", "dense")
+    assert some_dense.dense_inner == 160
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("qwen3_moe", {"num_key_value_heads": 3}, ("num_key_value_heads", "divisor")),
+        ("qwen3_moe", {"use_sliding_window": True}, ("use_sliding_window",)),
+        ("qwen3_moe", {"mlp_only_layers": ["0"]}, ("mlp_only_layers",)),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, ("dense",)),
+        ("qwen3_moe", {"num_experts": 3}, ("num_experts_per_tok", "num_experts = 3")),
+        ("mixtral", {"num_attention_heads": 7, "num_key_value_heads": 7}, ("num_attention_heads", "hidden_size")),
+        ("mixtral", {"sliding_window": 0}, ("sliding_window",)),
+        ("mixtral", {"hidden_act": "gelu"}, ("hidden_act",)),
+        ("olmoe", {"clip_qkv": -1}, ("clip_qkv",)),
+        ("glm4_moe", {"partial_rotary_factor": 0.1}, ("partial_rotary_factor", "even")),
+        ("glm4_moe", {"partial_rotary_factor": 2}, ("partial_rotary_factor",)),
+        (
+            "glm4_moe",
+            {"rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": "x"}},
+            ("partial_rotary_factor",),
+        ),
+        ("glm4_moe", {"scoring_func": "softmax"}, ("scoring_func",)),
+    ],
+)
+def test_contradictions_of_grouped_families_are_refused(
+    name: str, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    refused({**oracle_config(name), **changes}, *words)
 
 
 REQUIRED = (

@@ -7,14 +7,13 @@ the same arithmetic in numpy. The rest of the engine knows this class alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from native.attention import AttnStep
 from native.library import Pool
+from shared.model.lanes import Lanes
 from shared.model.tensors import F32, PlannedTensor, Tensors
 
 
@@ -46,34 +45,6 @@ class AttentionKernel(Protocol):
 
         ``caches``: addresses, one per entry of ``Attention.rows``.
         """
-
-
-class Lanes(Protocol):
-    """The numpy forward pass of several roundings of a model at once: a list has one f32 array per lane.
-
-    Rows are positions of independent sequences, one after the other.
-    """
-
-    positions: NDArray[np.int64]
-    spans: Sequence[slice[int, int, Any]]
-    """The rows of each sequence."""
-    carried: dict[str, Any]
-    """What a layer leaves for later ones, by name."""
-
-    def linear(self, name: str, inputs: Sequence[F32]) -> list[F32]:
-        """x f32[T, in] times W^T."""
-
-    def per_head(self, name: str, inputs: Sequence[F32]) -> list[F32]:
-        """x f32[T, H, in] through a stack of H matrices: f32[T, H, out]."""
-
-    def norm(self, name: str, rows: Sequence[F32], eps: float) -> list[F32]:
-        """RMSNorm over the last axis."""
-
-    def vectors(self, name: str) -> list[F32]:
-        """A vector of each lane."""
-
-    def cached(self, rows: Sequence[F32]) -> list[F32]:
-        """What each lane's KV cache keeps of these rows."""
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,13 +101,3 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     def describe(self) -> str:
         """For people, without the layer's place."""
         raise NotImplementedError
-
-
-def causal(lanes: Lanes, window: int = 0) -> list[NDArray[np.bool_]]:
-    """Per sequence, which keys each row may see: [rows, keys]; ``window`` keys at most, its own included (0: all)."""
-    found = []
-    for span in lanes.spans:
-        n = span.stop - span.start
-        seen = np.tri(n, dtype=np.bool_)
-        found.append(seen & ~np.tri(n, k=-window, dtype=np.bool_) if window else seen)
-    return found

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from native.attention import AttnLayer, AttnStep, attn_forward
 from native.library import Pool
 from native.matrix import ACT_F32, Matrix, absent_matrix
-from shared.model.attention.kind import Attention, Lanes, PositionRows, causal
+from shared.model.attention.kind import Attention, PositionRows
+from shared.model.lanes import Lanes, causal
 from shared.model.rope import Rope
 from shared.model.tensors import F32, PlannedTensor, Source, Tensors, matrix_of, planned_matrix, planned_vector
 

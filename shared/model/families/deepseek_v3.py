@@ -91,10 +91,7 @@ def with_indexer(plain: Latent, indexer: Indexer | None) -> Latent:
 
 def noaux_gate(read: ConfigReader) -> Gate:
     """The gate of DeepSeek-V3 and of the GLM families."""
-    n_experts = read.integer("n_routed_experts", high=1 << 16)
-    gate_k = read.integer("num_experts_per_tok", high=256)
-    if gate_k > n_experts:
-        raise read.complaint("num_experts_per_tok", f"at most n_routed_experts = {n_experts}", gate_k)
+    n_experts, gate_k = read.routing("n_routed_experts")
     n_group = read.integer("n_group", 1, high=n_experts)
     topk_group = read.integer("topk_group", 1, high=n_experts)
     if n_experts % n_group:
