@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import subprocess
 import threading
@@ -63,7 +64,11 @@ def open_session(
     directory = Path(run_dir).expanduser().absolute() if run_dir else default_run_dir()
     found = _await_group(directory)
     if found is not None:
-        if model and Path(model).resolve() != Path(found[0].model_dir).resolve():
+        if model and not os.path.isdir(Path(model).expanduser()):
+            from shared.container.recognise import why_no_container  # brings numpy
+
+            raise ConfigError(why_no_container(model))
+        if model and os.path.realpath(Path(model).expanduser()) != os.path.realpath(found[0].model_dir):
             raise ConfigError(
                 f"the group in {directory} runs {found[0].model_dir}, not {model};"
                 f" stop it with colibri-up --stop, or choose another --run-dir"

@@ -8,7 +8,7 @@ import click
 
 from cli.options import PATH
 from conversion.convert import VERSION, Conversion
-from shared.container.format import INDEX_NAME, PRECISIONS
+from shared.container.format import DEFAULT_PRECISION, INDEX_NAME, PRECISIONS
 from shared.container.reader import Container
 from shared.run.terminal import say
 
@@ -19,7 +19,7 @@ from shared.run.terminal import say
 @click.option(
     "--precision",
     type=click.Choice(list(PRECISIONS)),
-    default="int4",
+    default=DEFAULT_PRECISION,
     show_default=True,
     help="int4: experts and projections with one scale per 64 inputs, embedding, head and MTP layer int8.",
 )

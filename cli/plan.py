@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import click
 
 from cli.options import ABOVE_ZERO, PATH, PATH_TEXT, SIZE
 from native.library import default_threads
-from shared.container.format import INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
+from shared.container.format import DEFAULT_PRECISION, INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.mirror import drives_words, number_drives
 from shared.container.reader import Container
 from shared.errors import ConfigError
@@ -29,7 +30,11 @@ from shared.run.terminal import complain, say
 @click.command("plan")
 @click.argument("model", type=PATH)
 @click.option("--ram", help='Memory for the whole group, for example "12G". Default: a share of what is available now.')
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), help="For a checkpoint: as if converted to this.")
+@click.option(
+    "--precision",
+    type=click.Choice(list(PRECISIONS)),
+    help=f"For a checkpoint: as if converted to this. Default: {DEFAULT_PRECISION}.",
+)
 @click.option("--slots", help="Expert slots in all; all: as many as fit.")
 @click.option("--context", "max_context", type=click.IntRange(1), help="Tokens per sequence.")
 @click.option("--sequences", "max_sequences", type=click.IntRange(1), help="Sequences at the same time.")
@@ -134,8 +139,11 @@ def _speed_text(speed: Speed, disk: float, memory: float) -> str:
 
 
 def _facts(model: Path, precision: str | None, mirrors: tuple[str, ...]) -> tuple[ModelSpec, Facts, Container | None]:
-    if (model / INDEX_NAME).exists() or precision is None:
+    if os.path.lexists(model / INDEX_NAME) or not os.path.lexists(model / "config.json"):
         container = Container.open(model, mirrors)
         return container.spec, container.facts(), container
-    spec = ModelSpec.load(model)
+    spec = ModelSpec.load(model)  # a family that is not understood ends here: no precision makes it one
+    if precision is None:
+        precision = DEFAULT_PRECISION
+        say(f"note: {model} is a checkpoint; this is its plan as if converted with --precision {precision}.")
     return spec, plan_facts(spec, plan_container(spec, PRECISIONS[precision])), None

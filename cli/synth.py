@@ -8,7 +8,7 @@ import click
 
 from cli.options import PATH
 from conversion.synth import PRESETS, Synthesis, preset_config
-from shared.container.format import PRECISIONS
+from shared.container.format import DEFAULT_PRECISION, PRECISIONS
 from shared.run.terminal import say
 
 
@@ -17,7 +17,7 @@ from shared.run.terminal import say
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True, help="The sizes.")
 @click.option("--layers", type=click.IntRange(2, 4000), default=None, help="1 dense layer and the rest with experts.")
 @click.option("--mtp/--no-mtp", default=False, show_default=True, help="Add the MTP layer.")
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), default="int4", show_default=True)
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), default=DEFAULT_PRECISION, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same bytes.")
 def command(out: Path, preset: str, layers: int | None, mtp: bool, precision: str, seed: int) -> None:
     """Write a container of random weights to OUT: real sizes, no tokenizer, and it says nothing sensible."""

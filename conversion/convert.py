@@ -6,6 +6,7 @@ Bounded memory: matrices are read, packed and written in pieces of a few thousan
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,7 @@ from shared.container.format import (
     plan_container,
 )
 from shared.container.pack import F32, TILE_ROWS, pack_matrix, quantise_rows, to_bf16
-from shared.container.reader import Container
+from shared.container.reader import TOKENIZER_NAME, Container, no_tokenizer
 from shared.container.recognise import why_no_checkpoint
 from shared.errors import ConfigError, ContainerError
 from shared.files import read_file
@@ -134,18 +135,14 @@ class Conversion:
 
     def notes(self) -> list[str]:
         """What the user should know before hours are spent."""
-        if "tokenizer.json" in self.copied:
+        if TOKENIZER_NAME in self.copied:
             return []
         other = next((name for name in _OTHER_TOKENIZERS if name in self.copied), None)
-        instead = f"it has {other}, which is not read; " if other else ""
-        return [
-            f"{self.source} has no tokenizer.json, so the model will take token ids and no text ({instead}copy a "
-            "tokenizer.json of this model into the directory, before or after)."
-        ]
+        return [no_tokenizer(self.source) + (f" Its {other} is not read." if other else "")]
 
     def run(self, out: Path, progress: Callable[[int], None] = lambda _: None, n_threads: int = 2) -> Index:
         """Writes the container (or what is missing of it). The caller's thread writes; packing runs beside it."""
-        if out.resolve() == self.source.resolve():
+        if os.path.realpath(out) == os.path.realpath(self.source):
             raise ContainerError("The output must be another directory than the checkpoint.")
         with ContainerWriter(out, self.plan, self.identity) as writer:
             writer.require_space()

@@ -33,6 +33,7 @@ from shared.container.mirror import (
 )
 from shared.container.reader import Container, ExpertFile, file_facts
 from shared.errors import CapacityError, ContainerError
+from shared.files import open_file
 
 Records = dict[int, frozenset[int]]
 """Layer -> experts."""
@@ -167,10 +168,10 @@ def _stage_file(
 ) -> int:
     """Puts records into a file that has its final name (``is_listed``) or gets it when all are on disk."""
     final, partial = directory / file.name, directory / f"{file.name}.partial"
-    if not is_listed and final.exists():  # renamed, but not listed when the work was interrupted
+    if not is_listed and os.path.lexists(final):  # renamed, but not listed when the work was interrupted
         os.replace(final, partial)
     path = final if is_listed else partial
-    with open(path, "r+b" if path.exists() else "w+b") as out:
+    with os.fdopen(open_file(path, os.O_RDWR | os.O_CREAT), "r+b") as out:
         if not is_listed:
             _write_header(file, out)
         n_copied = 0
@@ -197,7 +198,7 @@ def _stage_file(
 
 
 def _write_header(file: ExpertFile, out: BinaryIO) -> None:
-    with open(file.path, "rb") as original:
+    with os.fdopen(open_file(file.path), "rb") as original:
         header = original.read(file.data_offset)
     os.ftruncate(out.fileno(), file.n_bytes)
     _write_at(out, memoryview(header), 0)
@@ -261,7 +262,7 @@ def _held(directory: Path, files: Mapping[int, ExpertFile], manifest: Manifest |
 
 
 def _require_apart(model_dir: Path, directory: Path) -> None:
-    model, mirror = model_dir.resolve(), directory.resolve()
+    model, mirror = Path(os.path.realpath(model_dir)), Path(os.path.realpath(directory))  # resolve() raises on a loop
     if mirror.is_relative_to(model):
         raise ContainerError(
             f"{directory} lies in the model directory {model_dir}, which is never written to. Choose a directory on another "

@@ -115,7 +115,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     """
     from deploy.warm import plan_memory
     from native.library import default_threads
-    from shared.container.reader import Container
+    from shared.container.reader import Container, no_tokenizer
     from shared.experts.usage import usage_path
     from shared.machine.memory_probe import MemoryProbe, own_bytes, probe_memory
     from shared.planning.ledger import make_ledger
@@ -187,7 +187,8 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         huge_dir=warm.huge_dir,
         embedding_on_disk=ledger.embedding_on_disk,
     )
-    return Plan(config, container.spec, ledger, drives.n_drives, warm.adopts, warm.notes)
+    notes = [*warm.notes, *([] if facts.has_tokenizer else [no_tokenizer(model_dir)])]
+    return Plan(config, container.spec, ledger, drives.n_drives, warm.adopts, notes)
 
 
 def _drives(container: Container, settings: Settings, report: Callable[[str], None]) -> Drives:

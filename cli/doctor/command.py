@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from cli.doctor import budget, drive, memory, pages, processor
+from cli.doctor import budget, drive, memory, pages, processor, tokenizer
 from cli.doctor.finding import Case, Finding
 from cli.options import PATH
 from shared.container.reader import Container
@@ -19,6 +19,7 @@ SUBJECTS: tuple[Callable[[Case], list[Finding]], ...] = (
     pages.look,
     memory.look,
     drive.look,
+    tokenizer.look,
 )
 """In the order in which they are shown."""
 

@@ -39,6 +39,7 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "f32": _formats("f32", "f32"),
 }
 """Format of each role under a ``--precision``."""
+DEFAULT_PRECISION = "int4"
 
 SAFETENSORS_DTYPE_BYTES = {"U8": 1, "I8": 1, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 

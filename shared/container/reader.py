@@ -171,7 +171,7 @@ class Container:
             )
         check_precision(index.precision)
         plan = plan_container(spec, index.precision)
-        dense = _open_dense(path, plan, index.dense)
+        dense = _open_dense(path, spec, plan, index.dense)
         experts = _expert_files(path, plan, index.experts)
         places: tuple[Path, ...] = ()
         if with_copies:
@@ -303,6 +303,14 @@ class Container:
             return files.fill(_expert_part(self.experts[layer], expert))
 
 
+def no_tokenizer(model_dir: Path) -> str:
+    """The sentence about a model without one."""
+    return (
+        f"{model_dir} has no {TOKENIZER_NAME}: requests must give token ids, text is refused. Copy the model's "
+        f"{TOKENIZER_NAME} (and tokenizer_config.json) into it."
+    )
+
+
 def _has_tokenizer(path: Path) -> bool:
     try:
         return is_file(path / TOKENIZER_NAME)
@@ -401,6 +409,8 @@ def _read_index(path: Path) -> Index:
     except (FileNotFoundError, NotADirectoryError):
         raise ContainerError(why_no_container(path)) from None
     except OSError as error:
+        if not os.path.isdir(path):
+            raise ContainerError(why_no_container(path)) from None
         raise ContainerError(f"{index_path} can't be read: {error.strerror}.") from None
     try:
         version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
@@ -448,8 +458,27 @@ def _checked_file(path: Path, name: str) -> Path:
     return path / name
 
 
-def _open_dense(path: Path, plan: ContainerPlan, records: dict[str, DenseRecord]) -> dict[str, DenseEntry]:
+def _require_agreed_mtp(path: Path, spec: ModelSpec, expected: Collection[str], found: Collection[str]) -> None:
+    """Whether there is an MTP layer: the most likely thing for a config.json to be wrong in."""
+    own = f"model.layers.{spec.n_layers}."
+    wants, has = (any(name.startswith(own) for name in names) for names in (expected, found))
+    if wants and not has:
+        raise ContainerError(
+            f"{path}: {INDEX_NAME} lacks the MTP layer ('{own}*') that config.json promises. Use the config.json that the "
+            "container was made with, or convert the checkpoint again; with --no-mtp the layer is left out of both."
+        )
+    if has and not wants:
+        raise ContainerError(
+            f"{path}: {INDEX_NAME} lists an MTP layer ('{own}*'), which the model does not have by its config.json. Use the "
+            "config.json that the container was made with, or convert the checkpoint again with --no-mtp."
+        )
+
+
+def _open_dense(
+    path: Path, spec: ModelSpec, plan: ContainerPlan, records: dict[str, DenseRecord]
+) -> dict[str, DenseEntry]:
     items = {item.name: item for file in plan.dense for item in file.items}
+    _require_agreed_mtp(path, spec, items, records)
     _require_same_names(path, "tensor", items, records)
     headers: dict[str, FileHeader] = {}
     entries = {}

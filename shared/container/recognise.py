@@ -68,8 +68,8 @@ def why_no_checkpoint(given: Path | str) -> str | None:
         )
     if "config.json" not in names:
         return (
-            f"{path} holds no {INDEX_NAME}: it is not a container, nor does it have a config.json. Give the directory that "
-            "`colibri convert` wrote."
+            f"{path} holds neither {INDEX_NAME} nor config.json: it is no container and no checkpoint. A container is what "
+            f"this makes from a downloaded checkpoint: {_CONVERT}"
         )
     if not weights and "model.safetensors.index.json" not in names:
         return f"{path} has a config.json and no *.safetensors file. Download the whole repository, then: {_CONVERT}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cli.quality.tensors import Pair
 from conversion.convert import Conversion
+from conversion.provenance import compare_sources
 from shared.container.reader import Container
 from shared.errors import ConfigError, ContainerError, ShortRead
 from tests.oracle import Raw, oracle_config, oracle_dir, read_tensors, write_checkpoint, write_shard
@@ -317,3 +321,216 @@ def test_shard_that_vanishes_or_shrinks_while_converting(tmp_path: Path) -> None
         conversion.checkpoint.rows(name)
     shard.write_bytes(data)
     Conversion(source, "int4").run(tmp_path / "out")
+
+
+# ---- indices, layouts, what else lies there ------------------------------------------------------------------------
+
+
+def change_weight_map(source: Path, change: Callable[[dict[str, str]], object]) -> None:
+    index = source / "model.safetensors.index.json"
+    loaded = json.loads(index.read_text())
+    change(loaded["weight_map"])
+    index.write_text(json.dumps(loaded))
+
+
+def test_tensor_in_two_shards_of_an_index(tmp_path: Path) -> None:
+    """The index names one of them; the other may be the right one."""
+    source = copy_oracle(tmp_path)
+    tensors = read_tensors(source)
+    shards = sorted(path.name for path in source.glob(DATA))
+    weight_map = json.loads((source / "model.safetensors.index.json").read_text())["weight_map"]
+    name = next(name for name, file in weight_map.items() if file == shards[0])
+    second = {n: tensors[n] for n, file in weight_map.items() if file == shards[1]} | {name: tensors[name]}
+    write_shard(source / shards[1], second)
+    refused(source, repr(name), shards[0], shards[1])
+
+
+def test_index_that_leads_to_the_wrong_shard(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    name = "model.norm.weight"
+
+    def mislead(weight_map: dict[str, str]) -> None:
+        weight_map[name] = next(file for file in weight_map.values() if file != weight_map[name])
+
+    change_weight_map(source, mislead)
+    refused(source, name, "but it is in")
+    change_weight_map(source, lambda m: m.update({name: "model-00001-of-00003.safetensors"}))
+    change_weight_map(source, lambda m: m.update({"extra": "model-00009-of-00003.safetensors"}))
+    refused(source, "model-00009-of-00003.safetensors is missing (it should hold 'extra')")
+    text = (source / "model.safetensors.index.json").read_text()
+    twice = text.replace('"weight_map": {', '"weight_map": {"model.norm.weight": "model-00001-of-00003.safetensors", ')
+    (source / "model.safetensors.index.json").write_text(twice)
+    refused(source, name, "twice")
+
+
+def test_a_missing_shard_is_seen_without_an_index(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    (source / "model.safetensors.index.json").unlink()
+    Conversion(source, "int4")
+    for number in (3, 2):
+        (source / f"model-{number:05d}-of-00003.safetensors").unlink()
+        refused(source, f"model-{number:05d}-of-00003.safetensors is missing" if number == 3 else "is missing")
+
+
+def test_files_of_others_are_no_shards(converted: Converted, tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    (source / "model.safetensors.index.json").unlink()
+    for name in ("._model-00001-of-00003.safetensors", ".DS_Store", "._config.json"):
+        (source / name).write_bytes(b"\0\5\26\7 other program")
+    (source / "lost+found").mkdir()
+    out = tmp_path / "out"
+    (out / "lost+found").mkdir(parents=True)
+    (out / ".DS_Store").write_bytes(b"")
+    Conversion(source, "int4").run(out)
+    assert same_weights(out, converted("glm_moe_dsa", "int4"))
+
+
+EXPERT = "model.layers.1.mlp.experts.3.down_proj"
+PACKED = {"weight_packed": ("I32", (96, 4)), "weight_scale": ("BF16", (96, 1)), "weight_shape": ("I64", (2,))}
+Parts = dict[str, tuple[str, tuple[int, ...]]]
+LAYOUTS: dict[str, tuple[str, Parts, tuple[str, ...]]] = {
+    "compressed-tensors": (f"{EXPERT}.", PACKED, ("compressed-tensors", "int4", "weight_packed")),
+    "NVFP4": (
+        f"{EXPERT}.",
+        {"weight_packed": ("U8", (96, 16)), "weight_scale": ("F8_E4M3", (96, 2)), "weight_global_scale": ("F32", (1,))},
+        ("NVFP4",),
+    ),
+    "GPTQ": (
+        f"{EXPERT}.",
+        {"qweight": ("I32", (4, 96)), "qzeros": ("I32", (1, 12)), "scales": ("F16", (1, 96)), "g_idx": ("I32", (32,))},
+        ("GPTQ", "qweight"),
+    ),
+    "AWQ": (
+        f"{EXPERT}.",
+        {"qweight": ("I32", (32, 12)), "qzeros": ("I32", (1, 12)), "scales": ("F16", (1, 96))},
+        ("AWQ", "qweight"),
+    ),
+    "fp8 per tensor": (f"{EXPERT}.", {"weight": ("F8_E4M3", (96, 32)), "weight_scale": ("F32", ())}, ("per tensor",)),
+    "fp8 per row": (f"{EXPERT}.", {"weight": ("F8_E4M3", (96, 32)), "weight_scale": ("BF16", (96, 1))}, ("per row",)),
+    "int8 per row": (f"{EXPERT}.", {"weight": ("I8", (96, 32)), "weight_scale": ("F32", (96,))}, ("per row", "I8")),
+    "bitsandbytes": (
+        f"{EXPERT}.",
+        {"weight": ("U8", (1536, 1)), "weight.absmax": ("U8", (48,)), "weight.quant_map": ("F32", (16,))},
+        ("bitsandbytes",),
+    ),
+    "MXFP4": (
+        "model.layers.1.mlp.experts.",
+        {"gate_up_proj_blocks": ("U8", (8, 64, 3, 16)), "gate_up_proj_scales": ("U8", (8, 64, 3))},
+        ("MXFP4",),
+    ),
+    "fused": (
+        "model.layers.1.mlp.experts.",
+        {"gate_up_proj": ("BF16", (8, 64, 96)), "down_proj": ("BF16", (8, 96, 32))},
+        ("fused", "one tensor per expert"),
+    ),
+    "MLX": (
+        f"{EXPERT}.",
+        {"weight": ("U32", (96, 4)), "scales": ("BF16", (96, 1)), "biases": ("BF16", (96, 1))},
+        ("MLX",),
+    ),
+}
+SIZES = {"U8": 1, "I8": 1, "F8_E4M3": 1, "BF16": 2, "F16": 2, "I32": 4, "U32": 4, "F32": 4, "I64": 8}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_that_are_not_understood_are_named(small: Any, tmp_path: Path, layout: str) -> None:
+    """Not "complete the checkpoint": it is complete, in another form."""
+    config, tensors = small
+    stem, parts, words = LAYOUTS[layout]
+    for name in [name for name in tensors if name.startswith(stem)]:
+        del tensors[name]
+    for part, (dtype, shape) in parts.items():
+        tensors[stem + part] = (dtype, shape, bytes(int(np.prod(shape)) * SIZES[dtype]))
+    source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
+    text = refused(source, "not understood", "model.safetensors", repr(stem)[:-1], *words)
+    assert "Complete" not in text
+
+
+# ---- the MTP layer -------------------------------------------------------------------------------------------------
+
+
+def test_without_the_mtp_layer(small: Any, tmp_path: Path) -> None:
+    """A promised layer that is absent, or an absent promise: the sentence names the way on, and it leads on."""
+    config, tensors = small
+    is_mtp = {name: name.startswith("model.layers.4.") for name in tensors}
+    main = {name: tensor for name, tensor in tensors.items() if not is_mtp[name]}
+    promised = write_checkpoint(tmp_path / "promised", config, {"model.safetensors": main})
+    refused(promised, "promises an MTP layer", "model.layers.4.", "--no-mtp")
+    partly = dict(tensors)
+    del partly["model.layers.4.eh_proj.weight"]
+    torn = write_checkpoint(tmp_path / "torn", config, {"model.safetensors": partly})
+    refused(torn, "model.layers.4.eh_proj.weight", "--no-mtp")
+    denied = write_checkpoint(
+        tmp_path / "denied", {**config, "num_nextn_predict_layers": 0}, {"model.safetensors": tensors}
+    )
+    refused(denied, "hold an MTP layer", "model.layers.4.", "--no-mtp")
+    plain = write_checkpoint(tmp_path / "plain", {**config, "num_nextn_predict_layers": 0}, {"model.safetensors": main})
+    Conversion(plain, "int4").run(tmp_path / "wanted")
+    for source in (promised, torn, denied):
+        out = tmp_path / f"{source.name}-out"
+        Conversion(source, "int4", has_mtp=False).run(out)
+        assert same_weights(out, tmp_path / "wanted")
+        container = Container.open(out)
+        assert container.spec.n_mtp == 0
+        assert container.converter.arguments["mtp"] == "left out"
+        assert Conversion(source, "int4", has_mtp=False).is_finished(out)
+        assert [words for _, words in compare_sources(container, source) if words] == []
+        Pair(out, source).close()
+
+
+def test_container_whose_config_disagrees_about_mtp(small: Any, tmp_path: Path) -> None:
+    config, tensors = small
+    source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
+    Conversion(source, "int4").run(tmp_path / "with")
+    Conversion(source, "int4", has_mtp=False).run(tmp_path / "without")
+    for name in ("with", "without"):
+        shutil.copy(tmp_path / name / "config.json", tmp_path / f"{name}.json")
+    for name, other, words in (("with", "without", "lists an MTP layer"), ("without", "with", "lacks the MTP layer")):
+        shutil.copy(tmp_path / f"{other}.json", tmp_path / name / "config.json")
+        with pytest.raises(ContainerError, match=rf"{words} .*--no-mtp"):
+            Container.open(tmp_path / name)
+
+
+# ---- other things in the place of files ----------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+        "model.safetensors.index.json", "model-00002-of-00003.safetensors",
+    ],
+)  # fmt: skip
+def test_a_pipe_or_an_endless_device_is_no_file(tmp_path: Path, name: str) -> None:
+    source = copy_oracle(tmp_path)
+    path = source / name
+    for make in (os.mkfifo, lambda p: p.symlink_to("/dev/zero"), lambda p: p.symlink_to(p.name), Path.mkdir):
+        path.unlink(missing_ok=True)
+        make(path)
+        with pytest.raises((ContainerError, ConfigError)) as caught:
+            Conversion(source, "int4")
+        assert str(path) in str(caught.value)
+        assert "is missing" not in str(caught.value)
+    path.rmdir()
+    path.symlink_to("nowhere")
+    with pytest.raises((ContainerError, ConfigError), match="link to nowhere"):
+        Conversion(source, "int4")
+
+
+def test_files_for_people_may_be_anything(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    (source / "LICENSE").mkdir()
+    Conversion(source, "int4").run(tmp_path / "out")
+    assert not (tmp_path / "out" / "LICENSE").exists()
+
+
+def test_a_download_cache_of_links(converted: Converted, tmp_path: Path) -> None:
+    """Links to regular files are files."""
+    source = copy_oracle(tmp_path)
+    links = tmp_path / "snapshot"
+    links.mkdir()
+    for path in source.iterdir():
+        (links / path.name).symlink_to(path)
+    Conversion(links, "int4").run(tmp_path / "out")
+    assert same_weights(tmp_path / "out", converted("glm_moe_dsa", "int4"))

@@ -1,0 +1,16 @@
+"""Whether the model can be talked to: text needs a tokenizer."""
+
+from __future__ import annotations
+
+from cli.doctor.finding import Case, Finding
+from shared.container.reader import no_tokenizer
+
+
+def look(case: Case) -> list[Finding]:
+    container = case.container
+    if container is None:
+        return []
+    if container.facts().has_tokenizer:
+        return [Finding("tokenizer", "there: text and chat are served", "good", facts={"present": True})]
+    advice = no_tokenizer(container.path)
+    return [Finding("tokenizer", "none: token ids only", "poor", advice, facts={"present": False})]

@@ -1,0 +1,94 @@
+"""What is given as MODEL or HF_DIR and is neither: one sentence that says what it is, and the command for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conversion.convert import Conversion
+from shared.container.reader import Container
+from shared.container.recognise import shard_names, why_no_checkpoint, why_no_container
+from shared.errors import ContainerError
+from tests.oracle import oracle_dir
+
+
+def with_files(**content: str | bytes) -> Callable[[Path], object]:
+    def make(path: Path) -> None:
+        path.mkdir()
+        for name, data in content.items():
+            (path / name.replace("__", ".")).write_bytes(data if isinstance(data, bytes) else data.encode())
+
+    return make
+
+
+def cache(path: Path) -> None:
+    (path / "snapshots" / "0a1b").mkdir(parents=True)
+    (path / "refs").mkdir()
+
+
+GIVEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+    "a GGUF file": (lambda p: p.write_bytes(b"GGUF\3\0\0\0"), ("GGUF file", "llama.cpp", "colibri convert HF_DIR OUT")),
+    "a directory of GGUF": (with_files(model__gguf=b"GGUF", config__json="{}"), ("GGUF", "colibri convert HF_DIR OUT")),
+    "PyTorch files": (with_files(pytorch_model__bin=b"", config__json="{}"), ("PyTorch", "safetensors")),
+    "the hub's cache": (cache, ("cache", "colibri convert", "snapshots/0a1b OUT")),
+    "an adapter": (with_files(adapter_config__json="{}"), ("LoRA", "Merge")),
+    "weights alone": (with_files(model__safetensors=b""), ("model.safetensors", "no config.json")),
+    "nothing": (Path.mkdir, ("neither colibri.json nor config.json",)),
+    "other programs' files": (with_files(**{".DS_Store": b"", "._model__safetensors": b""}), ("neither",)),
+    "a pipe": (os.mkfifo, ("not a directory",)),
+    "a link to itself": (lambda p: p.symlink_to(p.name), ("not a directory",)),
+    "nothing at all": (lambda p: None, ("not a directory", "does not exist", "colibri convert")),
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("what", GIVEN)
+def test_what_was_given(tmp_path: Path, what: str) -> None:
+    make, words = GIVEN[what]
+    path = tmp_path / "given"
+    make(path)
+    for word in (str(path), *words):
+        assert word in why_no_container(path)
+    with pytest.raises(ContainerError) as caught:
+        Container.open(path)
+    assert str(caught.value) == why_no_container(path)
+    with pytest.raises(ContainerError) as caught:
+        Conversion(path, "int4")
+    assert str(caught.value) == why_no_checkpoint(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("zai-org/GLM-5.2", "zai-org/GLM-5.2"),
+        ("https://huggingface.co/zai-org/GLM-5.2", "zai-org/GLM-5.2"),
+        ("https:/huggingface.co/zai-org/GLM-5.2", "zai-org/GLM-5.2"),  # what a path makes of the address
+        ("hf.co/unsloth/GLM-5.2-GGUF:Q4_K_M", "unsloth/GLM-5.2-GGUF"),
+    ],
+)
+def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for said in (why_no_container(text), why_no_checkpoint(text)):
+        assert said is not None
+        assert f"hf download {name} --local-dir HF_DIR" in said and "colibri convert HF_DIR OUT" in said
+
+
+def test_a_checkpoint_is_checked_for_its_family_first(tmp_path: Path) -> None:
+    assert why_no_container(oracle_dir("glm_moe_dsa")).endswith(f"colibri convert {oracle_dir('glm_moe_dsa')} OUT")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mystery"}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    said = why_no_container(tmp_path)
+    assert "can't be converted" in said and "'mystery'" in said and "glm_moe_dsa" in said
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")
+    assert "named pipe" in why_no_container(tmp_path)
+
+
+def test_hidden_files_are_no_shards() -> None:
+    names = ["b.safetensors", "._a.safetensors", ".DS_Store", "lost+found", "a.safetensors", "a.safetensors.index.json"]
+    assert shard_names(names) == ["a.safetensors", "b.safetensors"]
