@@ -27,6 +27,8 @@ MAX_PROMPT_IDS: Final = 1_000_000
 INT31: Final = (1 << 31) - 1
 SEED_BITS: Final = 53
 """A seed the gateway draws survives a JavaScript client that sends it back."""
+SAMPLING_DEFAULTS: Final = {"temperature": 1.0, "top_p": 1.0}
+"""OpenAI's, for clients that name none; ``Sampling``'s own take the likeliest token."""
 
 
 class StreamOptions(Struct):
@@ -229,16 +231,12 @@ def _wanted(body: Common, raw: dict[str, Any], submit: Submit, *, is_chat: bool)
 
 
 def _sampling(body: Common) -> Sampling:
-    seed = body.seed
-    if seed is None:
-        seed = secrets.randbits(SEED_BITS)
-    elif not SEED_RANGE[0] <= seed <= SEED_RANGE[1]:
+    """What the client named, else the defaults; each field of ``Sampling`` has its namesake in ``Common``."""
+    named = {name: value for name in Sampling.__struct_fields__ if (value := getattr(body, name)) is not None}
+    seed = named.setdefault("seed", secrets.randbits(SEED_BITS))
+    if not SEED_RANGE[0] <= seed <= SEED_RANGE[1]:
         raise invalid("seed", f"seed must fit into 64 bits, got {short(seed)}")
-    return Sampling(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        seed=seed & ((1 << 64) - 1),
-    )
+    return Sampling(**{**SAMPLING_DEFAULTS, **named, "seed": seed & ((1 << 64) - 1)})
 
 
 def _max_tokens(value: int | None) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from services.router.sequences import SamplingParams, Sequence
+from services.router.sequences import Sequence
 from services.router.text_stream import TextStream
 from services.router.tokenizer import ModelTokenizer
 from shared.errors import Refused
@@ -46,7 +46,7 @@ class Intake:
             n_prompt=len(prompt),
             tokens=prompt,
             max_tokens=room if msg.max_tokens is None else min(msg.max_tokens, room),
-            sampling=SamplingParams(msg.sampling.temperature, msg.sampling.top_p, msg.sampling.seed),
+            sampling=msg.sampling,
             text=TextStream(
                 self._tokenizer.piece if self._tokenizer else None, msg.stop, is_start=msg.messages_json is not None
             ),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.router.text_stream import TextStream
+from shared.messages.router import Sampling
 
 
 @dataclass(frozen=True)
@@ -19,15 +20,6 @@ class Fault:
     message: str
 
 
-@dataclass
-class SamplingParams:
-    """How one sequence chooses its tokens; see docs/numerics.md."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-
-
 @dataclass(eq=False)
 class Sequence:
     """One request in progress. ``tokens`` = prompt and answer; the KV cache holds the first ``n_cached`` of them."""
@@ -36,7 +28,7 @@ class Sequence:
     n_prompt: int
     tokens: list[int]
     max_tokens: int
-    sampling: SamplingParams
+    sampling: Sampling
     text: TextStream
     eos_ids: frozenset[int] = frozenset()
     n_logprobs: int | None = None

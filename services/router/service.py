@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from native.library import Pool, dispatch_text
-from native.sampling import sample, uniform
 from services.router.answers import Answers
 from services.router.control import ControlPlane
 from services.router.drafting import Drafting, DraftPlan
@@ -36,6 +35,7 @@ from services.router.gates import GateSet
 from services.router.group import RingView
 from services.router.intake import Intake
 from services.router.recording import LogitRecorder, RoutingRecorder, draft_notes, span_notes, trace_header
+from services.router.sampler import choose_token
 from services.router.scheduler import Plan, Scheduler
 from services.router.sequences import Fault, Sequence
 from services.router.tokenizer import ModelTokenizer
@@ -238,11 +238,8 @@ class RouterService(Service):
         self._carry_out(instructions)
 
     def _choose(self, sequence: Sequence, logit_row: int, position: int) -> int | Fault:
-        logits = self._frames.frame(MAIN_FRAME).logits[logit_row]
-        params = sequence.sampling
-        u = uniform(params.seed, position) if params.temperature > 0 else 0.0
-        token = sample(logits, params.temperature, params.top_p, u)
-        if token < 0:
+        token = choose_token(self._frames.frame(MAIN_FRAME).logits[logit_row], sequence.sampling, position)
+        if token is None:
             words = f"The logits of position {position - 1} are not finite: the weights or the input overflow."
             return Fault("non_finite", words)
         return token

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from services.router.scheduler import Scheduler
-from services.router.sequences import SamplingParams, Sequence
+from services.router.sequences import Sequence
 from services.router.text_stream import TextStream
+from shared.messages.router import Sampling
 
 
 def make_scheduler(**overrides: int | bool) -> Scheduler:
@@ -20,7 +21,7 @@ def make_sequence(name: str, n_prompt: int, max_tokens: int = 8, eos: frozenset[
         n_prompt=n_prompt,
         tokens=list(range(100, 100 + n_prompt)),
         max_tokens=max_tokens,
-        sampling=SamplingParams(),
+        sampling=Sampling(),
         text=TextStream(None),
         eos_ids=eos,
     )

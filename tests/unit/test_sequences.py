@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from services.router.sequences import SamplingParams, Sequence
+from services.router.sequences import Sequence
 from services.router.text_stream import TextStream
+from shared.messages.router import Sampling
 
 
 def piece_of(token: int, is_start: bool) -> bytes:
@@ -11,7 +12,7 @@ def piece_of(token: int, is_start: bool) -> bytes:
 
 
 def make(max_tokens: int, eos: frozenset[int] = frozenset(), stop: tuple[str, ...] = ()) -> Sequence:
-    return Sequence("r", 1, [0], max_tokens, SamplingParams(), TextStream(piece_of, stop), eos)
+    return Sequence("r", 1, [0], max_tokens, Sampling(), TextStream(piece_of, stop), eos)
 
 
 def test_length_and_end_token_give_their_reasons() -> None:
