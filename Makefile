@@ -12,7 +12,7 @@ PROMPT   ?= Tell me a story about a small bird.
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv kernels run test cross check bench schema clean
+.PHONY: help venv kernels run test test-all cross check bench schema clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ run: $(STAMP) $(KERNELS) ## start the group on the embedded model, let it answer
 
 test: $(STAMP) $(KERNELS) ## all tests
 	@$(PY) -m pytest $(TESTS) $(PYTEST_ARGS)
+
+test-all: $(STAMP) $(KERNELS) ## all tests, kernels at every size and on every emulated rung
+	@COLIBRI_TEST_ALL=1 $(PY) -m pytest $(TESTS) $(PYTEST_ARGS)
 
 cross: $(STAMP) $(KERNELS) ## the kernels for aarch64, built by a cross compiler and tested under qemu-user
 	@$(PY) -m pytest -rs tests/checkasm/test_cross.py $(PYTEST_ARGS)

@@ -17,11 +17,13 @@ from pathlib import Path
 import pytest
 
 from native.library import available_isas, find_library
-from tests.checkasm.kit import ROOT
+from tests.checkasm.kit import IS_FULL, ROOT
 
 DRIVER = Path(__file__).resolve().parent / "cross" / "driver.c"
 CROSS_CC, CROSS_ROOT, QEMU = "aarch64-linux-gnu-gcc", Path("/usr/aarch64-linux-gnu"), "qemu-aarch64"
 PATH = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
+MODE = ("full",) if IS_FULL else ()
+CPUS = [("max", ["ref", "neon", "neondot"]), ("cortex-a72", ["ref", "neon"])]  # with dot products, and without
 FAMILIES = ("linear", "experts", "rows", "attention", "gqa", "plain")
 
 
@@ -89,7 +91,7 @@ def cross(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def said_here(here: Path) -> Driven:
-    return run(here)
+    return run(here, *MODE)
 
 
 def test_rungs_of_this_machine(said_here: Driven) -> None:
@@ -106,10 +108,9 @@ def test_wrong_weights_are_noticed(here: Path) -> None:
         assert f"FAIL {available_isas()[1]} {kind}" in wrong.text
 
 
-@pytest.mark.parametrize(("cpu", "rungs"), [("max", ["ref", "neon", "neondot"]), ("cortex-a72", ["ref", "neon"])])
+@pytest.mark.parametrize(("cpu", "rungs"), CPUS if IS_FULL else CPUS[:1])
 def test_aarch64_gives_the_same_bits(cpu: str, rungs: list[str], cross: Path, said_here: Driven) -> None:
-    """On a processor with dot products and on one without."""
-    said = run(QEMU, "-cpu", cpu, "-L", CROSS_ROOT, cross)
+    said = run(QEMU, "-cpu", cpu, "-L", CROSS_ROOT, cross, *MODE)
     said.check()
     assert said.rungs == rungs
     assert f"linear_q4={rungs[-1]}" in said.text.splitlines()[len(rungs)]
