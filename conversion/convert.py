@@ -59,6 +59,8 @@ COPIED_FILES = (
     "README.md",
 )
 """Copied when present. Nothing that could be executed is."""
+TEMPLATES_DIR = "additional_chat_templates"
+"""Its ``*.jinja`` are copied too: templates that are chosen by name."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -85,9 +87,8 @@ class Conversion:
         self.source, self.precision, self.has_mtp = source, precision, has_mtp
         self.spec = ModelSpec.load(source, has_mtp=has_mtp)
         self.plan: ContainerPlan = plan_container(self.spec, PRECISIONS[precision])
-        self.copied: dict[str, bytes] = {
-            name: data for name in COPIED_FILES if (data := self._read_small(name)) is not None
-        }
+        names = [*COPIED_FILES, *_template_names(source)]
+        self.copied: dict[str, bytes] = {name: data for name in names if (data := self._read_small(name)) is not None}
         if not has_mtp:
             config = without_mtp(read_json(source / "config.json"))
             self.copied["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
@@ -401,6 +402,16 @@ def table_chunks(chunks: Iterator[F32], fmt: str) -> Iterator[Any]:
                 raise ValueError("a weight is NaN or infinite")
             yield to_bf16(chunk) if fmt == "bf16" else np.ascontiguousarray(chunk)
     yield from scales
+
+
+def _template_names(source: Path) -> list[str]:
+    try:
+        names = os.listdir(source / TEMPLATES_DIR)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ContainerError(f"{source / TEMPLATES_DIR} can't be read: {error.strerror}.") from None
+    return [f"{TEMPLATES_DIR}/{name}" for name in sorted(names) if name.endswith(".jinja") and name[0] != "."]
 
 
 def chunk_rows(width: int) -> int:

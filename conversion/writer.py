@@ -164,6 +164,7 @@ class ContainerWriter:
         """Writes a small file atomically."""
         partial = self.out / f"{name}.partial"
         try:
+            partial.parent.mkdir(exist_ok=True)
             with os.fdopen(open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                 file.write(content)
                 file.flush()

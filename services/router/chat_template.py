@@ -80,7 +80,7 @@ def read_template_files(model_dir: Path) -> TemplateFiles:
         named |= {name: (source, path) for name, source in _named(given, path).items()}
     folder = model_dir / "additional_chat_templates"
     if folder.is_dir():
-        for path in sorted(folder.glob("*.jinja")):
+        for path in sorted(folder.glob("[!.]*.jinja")):
             named[path.stem] = (_read_text(path, TEMPLATE_LIMIT_BYTES), path)
     path = model_dir / "chat_template.jinja"
     if os.path.lexists(path):

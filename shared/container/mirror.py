@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from shared.errors import ContainerError
-from shared.files import read_file, strict_json
+from shared.files import open_file, read_file, strict_json
 
 MANIFEST_NAME = "mirror.json"
 MANIFEST_VERSION = 1
@@ -117,7 +117,7 @@ def read_manifest(directory: Path, fingerprint: str, files: Mapping[str, FileFac
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Replaces the manifest at once or not at all, on disk when it returns. Raises OSError."""
     new = directory / f"{MANIFEST_NAME}.partial"
-    with open(new, "wb") as file:
+    with os.fdopen(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
         file.flush()
         os.fsync(file.fileno())

@@ -534,3 +534,14 @@ def test_a_download_cache_of_links(converted: Converted, tmp_path: Path) -> None
         (links / path.name).symlink_to(path)
     Conversion(links, "int4").run(tmp_path / "out")
     assert same_weights(tmp_path / "out", converted("glm_moe_dsa", "int4"))
+
+
+def test_named_templates_are_copied(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    folder = source / "additional_chat_templates"
+    folder.mkdir()
+    for name in ("tool_use.jinja", "._tool_use.jinja", "run.sh"):
+        (folder / name).write_text(name)
+    Conversion(source, "int4").run(tmp_path / "out")
+    copied = tmp_path / "out" / "additional_chat_templates"
+    assert [(path.name, path.read_text()) for path in copied.iterdir()] == [("tool_use.jinja", "tool_use.jinja")]
