@@ -27,6 +27,50 @@ def ffn(gate: Matrix, up: Matrix, down: Matrix) -> Ffn:
     return made
 
 
+class Rows:
+    """An array [T, D] that was checked once: a part of it costs a multiplication, a call with it a few comparisons.
+
+    For arrays that live long and are used in every layer. The part keeps the whole array alive.
+    """
+
+    __slots__ = ("array", "at", "dtype", "n_rows", "row_bytes", "width")
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.at: int = checked(array, array.dtype, (None, None), "Rows")
+        self.array, self.dtype = array, array.dtype
+        self.n_rows, self.width = map(int, array.shape)
+        self.row_bytes = self.width * array.itemsize
+
+    def part(self, begin: int, end: int) -> Rows:
+        """The rows from begin to end. NativeError when they are not all there."""
+        if not 0 <= begin <= end <= self.n_rows:
+            raise NativeError(f"Rows.part: rows {begin} to {end} of {self.n_rows}")
+        made = Rows.__new__(Rows)
+        made.array, made.dtype, made.width, made.row_bytes = self.array, self.dtype, self.width, self.row_bytes
+        made.at = self.at + begin * self.row_bytes
+        made.n_rows = end - begin
+        return made
+
+    def __len__(self) -> int:
+        return self.n_rows
+
+
+def _at(rows: np.ndarray | Rows, dtype: Any, n_rows: int | None, width: int, what: str) -> int:
+    """Address of rows [n_rows, width] after checking them; None: any number."""
+    if not isinstance(rows, Rows):
+        return checked(rows, dtype, (n_rows, width), what)
+    if rows.dtype != dtype or rows.width != width or (n_rows is not None and rows.n_rows != n_rows):
+        raise NativeError(
+            f"{what}: expected {dtype}[{'any' if n_rows is None else n_rows}, {width}], "
+            f"found {rows.dtype}[{rows.n_rows}, {rows.width}]"
+        )
+    return rows.at
+
+
+def _width(rows: np.ndarray | Rows) -> int:
+    return rows.width if isinstance(rows, Rows) else int(rows.shape[1])
+
+
 class ExpertJob(ctypes.Structure):
     """cb_expert_job."""
 
@@ -91,11 +135,11 @@ def rmsnorm(pool: Pool, x: np.ndarray, w: np.ndarray, eps: float, out: np.ndarra
         raise fail("cb_rmsnorm", status, f"[{n_rows}, {n}]")
 
 
-def ffn_forward(pool: Pool, ffn: Ffn, h: np.ndarray, y: np.ndarray, add: bool) -> None:
+def ffn_forward(pool: Pool, ffn: Ffn, h: np.ndarray | Rows, y: np.ndarray | Rows, add: bool) -> None:
     """y f32[T, D] = (or += when `add`) down(silu(gate h) * up h), h f32[T, D]."""
     n_rows, hidden = len(h), ffn.gate.in_
-    h_at = checked(h, f32, (n_rows, hidden), "ffn_forward: h")
-    y_at = checked(y, f32, (n_rows, hidden), "ffn_forward: y")
+    h_at = _at(h, f32, n_rows, hidden, "ffn_forward: h")
+    y_at = _at(y, f32, n_rows, hidden, "ffn_forward: y")
     status = lib.cb_ffn_forward(pool.handle, ctypes.byref(ffn), h_at, n_rows, int(add), y_at)
     if status != OK:
         raise fail("cb_ffn_forward", status, f"hidden {hidden}, inner {ffn.gate.out}, {n_rows} rows")
@@ -134,37 +178,52 @@ class ExpertJobs:
         self.n_jobs += 1
         self.n_rows = end
 
-    def run(self, pool: Pool, h: np.ndarray, parts: np.ndarray) -> None:
+    def add_at(self, ffn: Ffn, rows_at: int, out_at: int, n: int) -> None:
+        """As `add`, with the addresses of i32[n] that stay as they are until `run` has ended."""
+        if self.n_jobs == len(self._jobs):
+            raise NativeError(f"ExpertJobs.add_at: there are {self.n_jobs} jobs, which is the capacity")
+        job = self._jobs[self.n_jobs]
+        job.ffn, job.rows, job.out, job.n_rows = ffn, rows_at, out_at, n
+        self.n_jobs += 1
+
+    def run(self, pool: Pool, h: np.ndarray | Rows, parts: np.ndarray | Rows) -> None:
         """Compute all jobs: h f32[T, D], parts f32[N, D]; rows of parts that no job names are left alone."""
         if not self.n_jobs:
             return
         hidden = self._jobs[0].ffn.gate.in_
-        h_at = checked(h, f32, (None, hidden), "expert_ffn: h")
-        parts_at = checked(parts, f32, (None, hidden), "expert_ffn: parts")
+        h_at = _at(h, f32, None, hidden, "expert_ffn: h")
+        parts_at = _at(parts, f32, None, hidden, "expert_ffn: parts")
         status = lib.cb_expert_ffn(pool.handle, self._jobs, self.n_jobs, h_at, len(h), parts_at, len(parts))
         if status != OK:
             raise fail(
-                "cb_expert_ffn", status, f"{self.n_jobs} jobs, {self.n_rows} rows, h {h.shape}, parts {parts.shape}"
+                "cb_expert_ffn",
+                status,
+                f"{self.n_jobs} jobs, {self.n_rows} rows, h [{len(h)}, {hidden}], parts [{len(parts)}, {hidden}]",
             )
 
 
 def expert_reduce(
-    pool: Pool, parts: np.ndarray, weight: np.ndarray, order: np.ndarray, shared: np.ndarray | None, mixed: np.ndarray
+    pool: Pool,
+    parts: np.ndarray | Rows,
+    weight: np.ndarray | Rows,
+    order: np.ndarray | Rows,
+    shared: np.ndarray | Rows | None,
+    mixed: np.ndarray | Rows,
 ) -> int:
     """mixed f32[T, D] = sum over k in `order` of weight[t, k] * parts[t*K + k], plus shared f32[T, D].
 
     parts f32[T*K, D] (more rows are allowed), weight f32[T, K], order i32[T, K]: ascending expert ids as positions
     0..K-1. Returns -1, or the first row whose result is not finite.
     """
-    n_rows, k = weight.shape
-    hidden = mixed.shape[1]
-    parts_at = checked(parts, f32, (None, hidden), "expert_reduce: parts")
+    n_rows, k = len(weight), _width(weight)
+    hidden = _width(mixed)
+    parts_at = _at(parts, f32, None, hidden, "expert_reduce: parts")
     if len(parts) < n_rows * k:
         raise NativeError(f"expert_reduce: parts has {len(parts)} rows, expected at least {n_rows} * {k}")
-    weight_at = checked(weight, f32, (n_rows, k), "expert_reduce: weight")
-    order_at = checked(order, i32, (n_rows, k), "expert_reduce: order")
-    shared_at = None if shared is None else checked(shared, f32, (n_rows, hidden), "expert_reduce: shared")
-    mixed_at = checked(mixed, f32, (n_rows, hidden), "expert_reduce: mixed")
+    weight_at = _at(weight, f32, n_rows, k, "expert_reduce: weight")
+    order_at = _at(order, i32, n_rows, k, "expert_reduce: order")
+    shared_at = None if shared is None else _at(shared, f32, n_rows, hidden, "expert_reduce: shared")
+    mixed_at = _at(mixed, f32, n_rows, hidden, "expert_reduce: mixed")
     bad = ctypes.c_int64(-1)
     status = lib.cb_expert_reduce(
         pool.handle, parts_at, weight_at, order_at, shared_at, n_rows, k, hidden, mixed_at, ctypes.byref(bad)

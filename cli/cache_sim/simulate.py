@@ -1,6 +1,6 @@
 """Plays recorded layer visits against a policy, against Belady's optimum, and against a policy that knows one step ahead.
 
-Pure. The rules are those of expert_io (``services/expert_io/layer_run.py``): what a visit finds is held until it has been
+Pure. The rules are those of expert_io (``services/expert_io/visit.py``): what a visit finds is held until it has been
 used, decode rows' experts are loaded before those of prompts alone and are in slots at once when they fit; what does not fit,
 and a prompt's experts beyond their part of the slots, come in waves. Prefetching is left out: it brings hits sooner, not more
 of them.

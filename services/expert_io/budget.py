@@ -1,36 +1,30 @@
 """The slots' part of the group's memory, and how it changes while the group runs (``colibri ram``).
 
 The frozen configuration says what the group was started with; a changed budget lies in the run directory, so that a
-restarted expert_io keeps it. Lowering takes effect before the answer is given, except for slots that a layer or a read
-uses at that moment: they follow within the layer.
+restarted expert_io keeps it. Which slots leave when, ``StoreState`` decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from native.memory import HUGE_PAGE
-from services.expert_io.slots import Slot, SlotTable
-from shared.errors import CapacityError
-from shared.experts.residency import POLICIES, KeepAll, Key
 from shared.machine.memory_probe import probe_memory
 from shared.memory.huge_pages import free_room
-from shared.messages.control import Ram, RamWanted
 from shared.planning.ledger import change_budget
 from shared.run.config import GroupConfig, read_budget, write_budget
 
 
 class Budget:
-    """See the module docstring. ``n_slots`` is the capacity now."""
+    """``n_slots`` is what it allows now, ``n_bytes`` what the whole group may take."""
 
     def __init__(self, config: GroupConfig, gate_k: int) -> None:
         self._config = config
         self._gate_k = gate_k
-        self._bytes = read_budget(config)
+        self.n_bytes = read_budget(config)
         self.n_slots = config.n_slots
-        if self._bytes != config.ram_bytes:
-            self.n_slots = self._slots_of(self._bytes, 0, 0)
+        if self.n_bytes != config.ram_bytes:
+            self.n_slots = self._slots_of(self.n_bytes, 0, 0)
 
     @property
     def is_by_policy(self) -> bool:
@@ -38,46 +32,17 @@ class Budget:
         return self._config.slot_bytes % HUGE_PAGE == 0
 
     def _slots_of(self, n_bytes: int, n_used: int, free_bytes: int) -> int:
-        return change_budget(self._config, self._gate_k, self._bytes, n_bytes, n_used, free_bytes)
+        return change_budget(self._config, self._gate_k, self.n_bytes, n_bytes, n_used, free_bytes)
 
-    def answer(
-        self,
-        msg: RamWanted,
-        table: SlotTable,
-        expected: Callable[[], Mapping[Key, float]],
-        cancel: Callable[[Slot], None],
-    ) -> Ram:
-        """Carries out what ``colibri ram`` asks for.
+    def change(self, n_bytes: int, n_used: int, n_reserved: int) -> None:
+        """Another budget from now on. ``n_used``: slots in use, ``n_reserved``: those that have an address.
 
-        ``expected``: uses per step by experience, for a policy that starts now because not all experts fit any more.
-        ``cancel`` stops the read of a guess that has to leave.
+        Raises CapacityError when that can't be, with the arithmetic; OSError when it can't be remembered.
         """
-        refusal = ""
-        if msg.budget_bytes:
-            try:
-                self._change(msg.budget_bytes, table, expected, cancel)
-            except (CapacityError, OSError) as error:
-                refusal = str(error)
-        return Ram(msg.asker, self._bytes, self.n_slots, table.n_used, table.n_leaving, refusal)
-
-    def _change(
-        self,
-        n_bytes: int,
-        table: SlotTable,
-        expected: Callable[[], Mapping[Key, float]],
-        cancel: Callable[[Slot], None],
-    ) -> None:
         config = self._config
         free_bytes = probe_memory().available_bytes
         if config.huge_dir is not None:
             free_bytes = min(free_bytes, free_room(Path(config.huge_dir)))
-        n_slots = self._slots_of(n_bytes, table.n_used, free_bytes)
-        n_slots = min(n_slots, len(table.slots))
+        n_slots = min(self._slots_of(n_bytes, n_used, free_bytes), n_reserved)
         write_budget(config, n_bytes)
-        self._bytes, self.n_slots = n_bytes, n_slots
-        if isinstance(table.policy, KeepAll) and n_slots < table.capacity:
-            policy = POLICIES[config.cache_policy](n_slots, table.policy.layers)
-            policy.restore(expected())
-            table.replace_policy(policy)
-        for slot in table.resize(n_slots, is_by_policy=self.is_by_policy):
-            cancel(slot)
+        self.n_bytes, self.n_slots = n_bytes, n_slots

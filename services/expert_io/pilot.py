@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from shared.experts.residency import Key
@@ -157,7 +158,7 @@ class PilotAccount:
 
     # -- events ----------------------------------------------------------------------------------------------
 
-    def hinted(self, layer: int, named: dict[int, tuple[int, ...]], union: set[int]) -> None:
+    def hinted(self, layer: int, named: dict[int, tuple[int, ...]], union: Collection[int]) -> None:
         """A layer that had hints (signal -> experts) wants ``union``. The totals are about the best signal."""
         for signal, experts in named.items():
             right = 0

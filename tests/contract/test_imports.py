@@ -28,8 +28,13 @@ PURE = {
     "services/router/scheduler.py",
     "services/router/sequences.py",
     "services/expert_io/copies.py",
+    "services/expert_io/events.py",
+    "services/expert_io/filling.py",
+    "services/expert_io/guessing.py",
+    "services/expert_io/pilot.py",
     "services/expert_io/slots.py",
-    "services/expert_io/layer_run.py",
+    "services/expert_io/state.py",
+    "services/expert_io/visit.py",
     "services/gateway/requests.py",
 }
 """They decide; they open nothing, start nothing and look at no clock."""

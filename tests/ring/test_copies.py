@@ -18,10 +18,9 @@ import pytest
 from native.library import lib
 from native.reader import ENDED_FN, Reader
 from services.expert_io import sources
-from services.expert_io.slots import SlotTable
-from services.expert_io.store import ExpertStore
+from services.expert_io.events import ReadLanded
+from services.expert_io.reads import SlotReads
 from shared.container.reader import Container
-from shared.experts.residency import make_policy
 from tests.oracle import oracle_array
 from tests.support.ring import Ring
 
@@ -32,7 +31,7 @@ PROMPT = oracle_array("deepseek_v3", "prompt_ids").tolist()
 class Drives:
     """Makes each directory of a running ring a drive with a rate in bytes per second, that can be unplugged."""
 
-    def __init__(self, store: ExpertStore, rates: list[float]) -> None:
+    def __init__(self, store: SlotReads, rates: list[float]) -> None:
         self._store = store
         self.rates = rates
         self.unplugged: set[int] = set()
@@ -92,8 +91,8 @@ def two(converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return model, mirror
 
 
-def store_of(ring: Ring) -> ExpertStore:
-    store: ExpertStore = ring.services["expert_io"]._store
+def store_of(ring: Ring) -> SlotReads:
+    store: SlotReads = ring.services["expert_io"].engines[0].reads
     return store
 
 
@@ -112,8 +111,8 @@ def expected_tokens(model: Path, tmp_path: Path, n: int = 12) -> list[int]:
 
 def counters(ring: Ring) -> dict[str, int]:
     store = ring.services["expert_io"]
-    store._publish()
-    return dict(store._counters.read())
+    store.publish()
+    return dict(store.counters.read())
 
 
 def test_two_drives_read_at_the_same_time_in_the_ratio_of_their_rates(two: tuple[Path, Path], tmp_path: Path) -> None:
@@ -145,20 +144,18 @@ def test_two_drives_together_give_the_sum_of_their_rates(ms: tuple[int, int], tw
     file = container.experts[layers[0]]
     keys = [(layer, expert) for layer in layers for expert in range(file.n_experts)][:64]
     slot_bytes = max(f.record_bytes for f in container.experts.values())
-    store = ExpertStore(container, layers, 64, slot_bytes, "off", lambda: Reader(4, 2 << 20))
-    table = SlotTable(64, make_policy("lru", 64, layers, file.n_experts))
+    store = SlotReads(container, layers, 64, slot_bytes, "off", lambda: Reader(4, 2 << 20))
     with Drives(store, [slot_bytes / t * 1e3 for t in ms]) as drives:
         begin = time.monotonic()
         n_open = n_done = 0
         while n_done < len(keys):
             while n_open < 8 and n_done + n_open < len(keys):
-                slot = table.acquire(keys[n_done + n_open], is_guess=False)
-                assert slot is not None
-                store.start_read(slot, speculative=False)
+                slot = n_done + n_open
+                store.read(slot, 1, keys[slot], is_speculative=False)
                 n_open += 1
             select.select([reader.fd for reader in store.readers], [], [], 5)
-            finished = store.finished()
-            assert all(fault is None for _, _, fault in finished)
+            finished = store.take(time.monotonic_ns())
+            assert all(type(event) is ReadLanded for event in finished)
             n_open, n_done = n_open - len(finished), n_done + len(finished)
         rate = drives.bytes.total() / (time.monotonic() - begin)
         assert rate > 0.75 * sum(drives.rates)
@@ -183,7 +180,7 @@ def test_a_drive_that_is_unplugged_costs_no_request_and_is_used_again_when_it_is
         assert 1 <= log.count("copy_failed") < 20 and str(mirror) in log and "rests_s=5" in log
         n_before = drives.bytes[1]
         drives.unplugged.clear()
-        for place in store_of(ring)._sources._chooser._places:
+        for place in store_of(ring).sources._chooser._places:
             place.rests_until_ns = 0
         assert ring.generate(PROMPT, 12).tokens == expected
         assert drives.bytes[1] > n_before and counters(ring)["places_resting"] == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.expert_io.slots import SlotState
 from shared.container.reader import Container
 from shared.messages.drafter import EmbedReady
 from shared.messages.layer import Mixed
@@ -157,7 +158,7 @@ def test_a_truncated_expert_file_names_file_offset_and_bytes(converted: Converte
     model, prompt = tmp_path / "cut", prompt_of()
     shutil.copytree(converted(NAME, "int4"), model)
     with Ring(model, tmp_path) as ring:
-        file = ring.services["expert_io"]._store._sources.files[ring.spec.moe_layers[-2]]
+        file = ring.services["expert_io"].engines[0].reads.sources.files[ring.spec.moe_layers[-2]]
         with file.path.open("r+b") as handle:  # it shrinks after it was opened and checked
             handle.truncate(file.offset_of(0))
         answer = ring.generate(prompt, 5)
@@ -165,8 +166,9 @@ def test_a_truncated_expert_file_names_file_offset_and_bytes(converted: Converte
         assert (answer.done.reason, answer.done.error_code) == ("error", "expert_read_failed")
         for part in (str(file.path), "at offset", "expected", "received"):
             assert part in answer.done.error
-        assert not ring.services["expert_io"]._visit
-        assert all(slot.pins == 0 for slot in ring.services["expert_io"]._table.slots)
+        state = ring.services["expert_io"].state
+        assert not state.visit
+        assert not {SlotState.HELD, SlotState.AWAITED} & {slot.state for slot in state.table.slots}
 
 
 def _forget_checksum(model: Path, layer: int, expert: int, record: bytes) -> None:
@@ -227,11 +229,11 @@ def test_counters_of_a_new_expert_io_go_on(converted: Converted, tmp_path: Path)
     model, prompt = converted(NAME, "int4"), prompt_of()
     with Ring(model, tmp_path, n_slots=7) as ring:
         ring.generate(prompt, 3)
-        before = ring.services["expert_io"]._counters.read()
+        before = ring.services["expert_io"].counters.read()
         ring.kill("expert_io")
         ring.start("expert_io")
         ring.generate(prompt[:3], 1)
-        after = ring.services["expert_io"]._counters.read()
+        after = ring.services["expert_io"].counters.read()
     for name in ("bytes_demand", "reads", "evictions", "io_busy_ns"):
         assert after[name] > before[name] > 0, name
 

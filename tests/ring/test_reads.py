@@ -76,12 +76,12 @@ def test_a_short_read_and_an_error_are_invisible_and_a_lasting_one_ends_the_requ
         service = ring.services["expert_io"]
         answers(twice_wrong)
         assert ring.generate(prompt, 6).tokens == expected
-        service._publish()
-        assert service._store.readers[0].engine == engine
-        assert service._counters.get("retries") >= 2 * len(seen) > 0
-        assert service._counters.get("read_errors") == 0
+        service.publish()
+        assert service.engines[0].reads.readers[0].engine == engine
+        assert service.counters.get("retries") >= 2 * len(seen) > 0
+        assert service.counters.get("read_errors") == 0
 
-        file = service._store._sources.files[ring.spec.moe_layers[0]]
+        file = service.engines[0].reads.sources.files[ring.spec.moe_layers[0]]
         bad = file.offset_of(3)
         answers(lambda offset, n, result: -errno.EIO if offset == bad + PIECE else result)
         errors = {}
@@ -147,7 +147,7 @@ def test_a_file_system_without_direct_reads_is_read_buffered_with_a_note(
 
     monkeypatch.setattr(sources, "open_direct", refuse)
     with Ring(model, tmp_path, n_slots=7) as ring:
-        assert not ring.services["expert_io"]._store.is_direct
+        assert not ring.services["expert_io"].engines[0].reads.sources.is_direct
         assert ring.generate(prompt_of(), 6).tokens == expected
     [line] = [line for line in capsys.readouterr().err.splitlines() if "reads_buffered" in line]
     assert "has no direct reads" in line

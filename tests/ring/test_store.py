@@ -6,10 +6,10 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from services.expert_io.events import Read
 from shared.experts.residency import POLICIES
 from shared.messages.control import RamWanted
 from tests.oracle import oracle_array
@@ -22,14 +22,15 @@ def reads_of(ring: Ring) -> list[tuple[int, int, int]]:
     """Watches the store: fills the list with (step, layer, expert) of every demand read."""
     seen: list[tuple[int, int, int]] = []
     service = ring.services["expert_io"]
-    start = service._store.start_read
+    [engine] = service.engines
+    start = engine.read
 
-    def counted(slot: Any, *, speculative: bool) -> None:
-        if not speculative:
-            seen.append((service._visit.step, *slot.key))
-        start(slot, speculative=speculative)
+    def counted(order: Read) -> None:
+        if not order.is_speculative:
+            seen.append((service.state.visit.step, *order.key))
+        start(order)
 
-    service._store.start_read = counted
+    engine.read = counted
     return seen
 
 
@@ -74,9 +75,9 @@ def warm(ring: Ring) -> int:
     """Lets the store's idle time pass; returns how many experts lie in slots."""
     store = ring.services["expert_io"]
     store.tick()
-    while store._warm_up.in_flight:
+    while store.state.filling.in_flight:
         ring.step()
-    return store._table.n_used  # type: ignore[no-any-return]
+    return store.state.table.n_used  # type: ignore[no-any-return]
 
 
 def test_a_new_store_fills_its_slots_in_order_of_use_before_anybody_asks(converted: Converted, tmp_path: Path) -> None:
@@ -87,17 +88,17 @@ def test_a_new_store_fills_its_slots_in_order_of_use_before_anybody_asks(convert
     with Ring(model, tmp_path, n_slots=n_slots, usage_path=str(usage)) as ring:
         assert warm(ring) == 0, "there is nothing to know yet"
         first = ring.generate(prompt, 12).tokens
-        cold = ring.services["expert_io"]._counters.read()
+        cold = ring.services["expert_io"].counters.read()
         assert not usage.exists(), "written at most once a minute and at the end"
     assert usage.stat().st_mode & 0o777 == 0o600
     with Ring(model, tmp_path, n_slots=n_slots, usage_path=str(usage)) as ring:
         store = ring.services["expert_io"]
-        expected = list(store._warm_up.usage.expected())[:n_slots]
+        expected = list(store.history.usage.expected())[:n_slots]
         assert warm(ring) == n_slots
-        assert {slot.key for slot in store._table.slots} == set(expected)
-        assert store._counters.get("warm_reads") == n_slots == store._counters.get("reads")
+        assert {slot.key for slot in store.state.table.slots} == set(expected)
+        assert store.counters.get("warm_reads") == n_slots == store.counters.get("reads")
         assert ring.generate(prompt, 12).tokens == first
-        assert store._counters.get("misses") < cold["misses"]
+        assert store.counters.get("misses") < cold["misses"]
 
 
 def test_demand_does_not_wait_for_a_store_that_warms_up(converted: Converted, tmp_path: Path) -> None:
@@ -110,10 +111,10 @@ def test_demand_does_not_wait_for_a_store_that_warms_up(converted: Converted, tm
     with Ring(model, tmp_path, usage_path=str(usage)) as ring:
         store = ring.services["expert_io"]
         store.tick()
-        assert store._warm_up.in_flight
+        assert store.state.filling.in_flight
         assert ring.generate(prompt, 12).tokens == first
         warm(ring)
-        counters = store._counters.read()
+        counters = store.counters.read()
         n_reads = counters["misses"] + counters["warm_reads"] + counters["ahead_reads"]
         assert counters["reads"] == n_reads == counters["resident"] + counters["ahead_wasted"]
 
@@ -121,13 +122,13 @@ def test_demand_does_not_wait_for_a_store_that_warms_up(converted: Converted, tm
 def test_without_a_history_nothing_is_written_and_with_one_at_most_once_a_minute(
     converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from services.expert_io import warm_up
+    from services.expert_io import history
 
     model = converted("deepseek_v3", "int8")
     saved: list[Path] = []
-    now = [warm_up.time.monotonic()]
-    monkeypatch.setattr(warm_up, "save_usage", lambda path, *_: saved.append(path))
-    monkeypatch.setattr(warm_up.time, "monotonic", lambda: now[0])
+    now = [history.time.monotonic()]
+    monkeypatch.setattr(history, "save_usage", lambda path, *_: saved.append(path))
+    monkeypatch.setattr(history.time, "monotonic", lambda: now[0])
     for path in (None, tmp_path / "usage"):
         saved.clear()
         with Ring(model, tmp_path, usage_path=path and str(path)) as ring:
@@ -151,7 +152,7 @@ def test_a_damaged_expert_found_while_warming_harms_nobody(converted: Converted,
     usage = tmp_path / "usage"
     with Ring(model, tmp_path, usage_path=str(usage)) as ring:
         ring.generate(prompt, 4)
-        layer, expert = next(iter(ring.services["expert_io"]._warm_up.usage.expected()))
+        layer, expert = next(iter(ring.services["expert_io"].history.usage.expected()))
     file = Container.open(model).experts[layer]
     with file.path.open("r+b") as out:
         out.seek(file.offset_of(expert) + 100)
@@ -159,7 +160,7 @@ def test_a_damaged_expert_found_while_warming_harms_nobody(converted: Converted,
     with Ring(model, tmp_path, usage_path=str(usage)) as ring:
         store = ring.services["expert_io"]
         warm(ring)
-        assert store._table.find((layer, expert)) is None and store._counters.get("read_errors") == 1
+        assert store.state.table.find((layer, expert)) is None and store.counters.get("read_errors") == 1
         done = ring.generate(prompt, 4).done
         assert done is not None and done.error_code == "expert_checksum_mismatch"
 
@@ -173,11 +174,11 @@ def test_the_account_of_guesses_adds_up(pilot: str, converted: Converted, tmp_pa
     with Ring(model, tmp_path, n_slots=20, pilot=pilot) as ring:
         assert ring.generate(prompt[:3], 40).tokens == expected
         store = ring.services["expert_io"]
-        store._publish()
-        counters = store._counters.read()
-        table, account = store._table, store._prefetch.account
+        store.publish()
+        counters = store.counters.read()
+        table, account = store.state.table, store.state.guessing.account
         assert counters["pilot_reads"] > 0
-        undecided = table.n_open_guesses + len(table._stale)
+        undecided = table.n_open_guesses + table.n_stale
         assert counters["pilot_reads"] == counters["pilot_useful"] + counters["pilot_wasted"] + undecided
         assert 0 < counters["pilot_right"] < counters["pilot_wanted"]
         recall = counters["pilot_right"] / counters["pilot_wanted"]
@@ -204,22 +205,24 @@ def test_a_prompt_is_read_ahead_layer_by_layer_and_nothing_twice(converted: Conv
     with Ring(model, tmp_path, prefill_chunk=64, n_slots=n_slots, n_drafts=1) as ring:
         store = ring.services["expert_io"]
         reads: Counter[tuple[int, int]] = Counter()
-        start = store._store.start_read
+        [engine] = store.engines
+        start = engine.read
         step = [0]
 
-        def counted(slot: Any, *, speculative: bool) -> None:
-            if store._visit and store._visit.step != step[0]:
-                step[0] = store._visit.step
+        def counted(order: Read) -> None:
+            visit = store.state.visit
+            if visit and visit.step != step[0]:
+                step[0] = visit.step
                 reads.clear()
-            reads[slot.key] += 1
-            assert reads[slot.key] == 1, "twice in one chunk"
-            assert slot.key[0] in layers or not speculative, "the MTP layer is not part of a chunk"
-            start(slot, speculative=speculative)
+            reads[order.key] += 1
+            assert reads[order.key] == 1, "twice in one chunk"
+            assert order.key[0] in layers or not order.is_speculative, "the MTP layer is not part of a chunk"
+            start(order)
 
-        store._store.start_read = counted
+        engine.read = counted
         assert ring.generate(prompt, 4).tokens == expected
-        store._publish()
-        counters = store._counters.read()
+        store.publish()
+        counters = store.counters.read()
     assert counters["ahead_reads"] > 0
     assert counters["ahead_useful"] > 0.8 * counters["ahead_reads"]
     assert counters["ahead_useful"] + counters["ahead_wasted"] <= counters["ahead_reads"]
@@ -238,7 +241,7 @@ def test_while_guessing_rests_the_router_makes_no_guess(converted: Converted, tm
 
     with Ring(model, tmp_path, n_slots=20, pilot="on") as ring:
         ring.on_deliver = watch
-        trial = ring.services["expert_io"]._prefetch.trial
+        trial = ring.services["expert_io"].state.guessing.trial
         n_visits = sum(layer < ring.spec.n_layers for layer in ring.spec.moe_layers)
         ring.generate(prompt, 200)
         assert 0 < len(hints) < 199 * (2 * n_visits - 1), "steps without guesses have passed"
@@ -268,7 +271,7 @@ def test_the_text_stays_while_the_budget_changes(policy: str, converted: Convert
             if type(msg).__name__ == "ExpertsWanted" and receiver == "expert_io" and msg.layer % 2:  # type: ignore[attr-defined]
                 ram = service.change_ram(RamWanted(next(sizes) * ring.config.slot_bytes, 3))
                 assert not ram.refusal and ram.asker == 3
-                assert service._table.n_used <= service._table.capacity + ram.n_leaving
+                assert service.state.table.n_used <= service.state.table.capacity + ram.n_leaving
                 seen.append(ram.n_slots)
             return True
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from cli.cache_sim.command import command
 from cli.cache_sim.simulate import ONE_STEP_AHEAD, OPTIMUM, Visit, run, visits_of
-from services.expert_io.layer_run import LayerRun
-from services.expert_io.slots import SlotTable
+from services.expert_io.slots import SlotTable, Tier
+from services.expert_io.visit import Visit as StoreVisit
 from shared.errors import ColibriError
 from shared.experts.residency import POLICIES, Key
 from shared.experts.traces import SpanNote, TraceHeader, TraceReader, TraceWriter, layer_record, step_record
@@ -86,17 +86,16 @@ def play(table: SlotTable, visits: list[Visit]) -> list[tuple[int, int]]:
     """expert_io's own classes with a disk that is at once done, but only when nothing is left to compute."""
     out = []
     for i, visit in enumerate(visits):
-        layer_run = LayerRun(i, visit.layer, sorted(e for _, e in visit.union), table, visit.passing)
-        layer_run.start()
-        orders = list(layer_run.more_reads())
-        while not layer_run.is_done:
-            for order in orders:
-                table.loaded(order.slot)
-                assert order.slot.key is not None
-                layer_run.arrived(order.slot.key)
-            layer_run.computed([e for e, _ in layer_run.take_ready(1000)])
-            orders = list(layer_run.more_reads())
-        out.append((layer_run.counters.hits, layer_run.counters.misses))
+        at_work = StoreVisit(table, i, visit.layer)
+        found = at_work.look_up(dict.fromkeys(sorted(e for _, e in visit.union), 1), visit.passing)
+        slots = list(at_work.more_reads())
+        while not at_work.is_done:
+            for slot in slots:
+                table.landed(slot)
+                at_work.landed(slot)
+            at_work.computed(at_work.take_ready(1000)[0])
+            slots = list(at_work.more_reads())
+        out.append((found.n_hits, len(found.missing)))
     return out
 
 
@@ -105,7 +104,7 @@ def test_the_simulation_is_what_the_store_does(name: str) -> None:
     rng = random.Random(name)
     for n_slots, largest in ((60, 12), (9, 20), (3, 6)):
         visits = random_visits(rng, 600, 4, 24, largest)
-        counted = play(SlotTable(n_slots, POLICIES[name](n_slots, range(4))), visits)
+        counted = play(SlotTable([Tier("ram", n_slots, n_slots)], POLICIES[name](n_slots, range(4))), visits)
         score = run(name, visits, n_slots, range(4), SIZES)
         assert score.asked == sum(h + m for h, m in counted)
         assert score.hits == sum(h for h, _ in counted), n_slots
