@@ -25,8 +25,8 @@ from shared.experts.residency import KeepAll, Key, Policy
 
 N_MOVES = 4096
 """Moves of slots that stories are told from, the latest of all slots together."""
-N_TOLD = 24
-"""Moves of one slot that an error tells."""
+N_TOLD = 8
+"""Moves of one slot that a log line or an error tells."""
 
 
 class SlotState(IntEnum):
@@ -230,6 +230,8 @@ class SlotTable:
         if state is RESIDENT:
             self.policy.discard(key)
             self._move(slot, HELD)
+            return
+        if state is HELD:  # an engine still works for a visit that was abandoned
             return
         self._drop_guess(slot)
         self._move(slot, AWAITED if state is FILLING or state is GUESSING else HELD)
@@ -511,9 +513,13 @@ class SlotTable:
                 lines.append(f"#{stimulus}{ago} {_name(cause)}: {to.name}{who}")
         return lines
 
+    def brief_story(self, index: int) -> str:
+        """The end of the slot's story in one line."""
+        return "; ".join(self.story(index)[-N_TOLD:])
+
     def fault(self, slot: Slot, what: str) -> StoreError:
         """For what must not be: names the slot and tells its story."""
-        story = "; ".join(self.story(slot.index)[-N_TOLD:]) or "nothing is remembered"
+        story = self.brief_story(slot.index) or "nothing is remembered"
         return StoreError(
             f"Slot {slot.index} is {slot.state.name} with {slot.key} in generation {slot.generation}, and {what} "
             f"(#{self.stimulus} {_name(self.cause)}); this is a fault. Its story: {story}"

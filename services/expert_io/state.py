@@ -239,7 +239,8 @@ class StoreState:
         if visit is self.visit:
             gone = visit.computed(experts)
         else:
-            gone = [slot.index for slot in slots if self.table.let_go(slot)]
+            now = self.visit
+            gone = [slot.index for slot in slots if not (now and now.holds(slot)) and self.table.let_go(slot)]
         if gone or (self.visit and self.visit.has_pending) or self.guessing.has_reads(self.visit):
             return self._after_computing(event, gone)
         return ()
@@ -254,7 +255,7 @@ class StoreState:
         yield from self._computed(event)
         for expert, slot in zip(batch.experts, batch.slots, strict=True):
             key = (batch.visit.layer, expert)
-            story = "; ".join(self.table.story(slot.index))
+            story = self.table.brief_story(slot.index)
             yield FailExpert(self.stimulus, key, event.code, event.message, batch.visit is self.visit, story)
 
     def _visit_ended(self, event: VisitEnded) -> Iterable[Instruction]:
@@ -272,7 +273,8 @@ class StoreState:
         self.guessing.forget()
         if visit is None:
             return ()
-        return self._given_back(visit.abandon(self._being_computed(visit)))
+        in_use = {slot.index for batch in self._batches.values() for slot in batch.slots}
+        return self._given_back(visit.abandon(in_use))
 
     def _being_computed(self, visit: Visit) -> list[int]:
         return [expert for batch in self._batches.values() if batch.visit is visit for expert in batch.experts]
@@ -325,12 +327,12 @@ class StoreState:
             is_gone = table.free(slot)
         elif not isinstance(event, ReadFailed):
             is_gone = table.landed(slot)
-            if visit:
+            if visit and slot.state is HELD:
                 visit.landed(slot)
         else:
             self.totals.read_errors += 1
             is_wanted = visit is not None and visit.failed(slot)
-            story = "; ".join(table.story(slot.index))
+            story = table.brief_story(slot.index)
             is_gone = table.free(slot)
             yield FailExpert(self.stimulus, key, event.code, event.message, is_wanted, story)
         if is_gone:

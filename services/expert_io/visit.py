@@ -106,6 +106,9 @@ class Visit:
         """Every expert was computed, or can't be."""
         return self.rows is not None and self.n_done == len(self.rows)
 
+    def holds(self, slot: Slot) -> bool:
+        return slot.key is not None and self._held.get(slot.key[1]) is slot
+
     @property
     def held_slots(self) -> set[int]:
         return {slot.index for slot in self._held.values()}
@@ -218,11 +221,11 @@ class Visit:
         self.n_done += len(experts)
         return gone
 
-    def abandon(self, being_computed: Collection[int]) -> list[int]:
-        """Lets go of every slot but those that an engine works with; reads in flight go on and become resident."""
+    def abandon(self, in_use: Collection[int]) -> list[int]:
+        """Lets go of every slot but those ``in_use`` by an engine; reads in flight go on and become resident."""
         gone = []
-        for expert, slot in self._held.items():
-            if expert not in being_computed and self._table.let_go(slot):
+        for slot in self._held.values():
+            if slot.index not in in_use and self._table.let_go(slot):
                 gone.append(slot.index)
         self._held.clear()
         self._pending.clear()
