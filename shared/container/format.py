@@ -214,7 +214,7 @@ def check_precision(precision: Mapping[str, str]) -> None:
         allowed = ("f32",) if role == "exact" else ("f32", "bf16", "q8") if role == "embed" else FORMATS
         if fmt not in allowed:
             raise ContainerError(
-                f'{INDEX_NAME}: precision of role "{role}" must be one of {", ".join(allowed)}, found {fmt!r}.'
+                f'{INDEX_NAME}: precision of role "{role}" must be one of {", ".join(allowed)}, found {fmt[:40]!r}.'
             )
 
 

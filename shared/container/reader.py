@@ -7,6 +7,7 @@ offsets given here; ``verify`` reads everything.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
@@ -169,7 +170,10 @@ class Container:
                 f"{path}: {INDEX_NAME} says family {index.family!r}, config.json says {spec.family!r}. Convert "
                 "the checkpoint again."
             )
-        check_precision(index.precision)
+        try:
+            check_precision(index.precision)
+        except ContainerError as error:
+            raise ContainerError(f"{path}: {error}") from None
         plan = plan_container(spec, index.precision)
         dense = _open_dense(path, spec, plan, index.dense)
         experts = _expert_files(path, plan, index.experts)
@@ -416,16 +420,37 @@ def _read_index(path: Path) -> Index:
         version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
         if version != FORMAT_VERSION:
             raise ContainerError(
-                f"{index_path} has format version {version!r}, this program reads version {FORMAT_VERSION}. "
+                f"{index_path} has format version {_short(repr(version))}, this program reads version {FORMAT_VERSION}. "
                 "Convert the checkpoint again with this program."
             )
         index = msgspec.json.decode(raw, type=Index)
         strict_json(raw)  # msgspec takes the last of two keys
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ContainerError(
-            f"{index_path} is malformed ({error}). Copy it again, or convert the checkpoint again."
+            f"{index_path} is malformed ({_short(error)}{_culprit(raw)}). Copy it again, or convert the checkpoint again."
         ) from None
     return index
+
+
+def _culprit(raw: bytes) -> str:
+    """Which entry of ``colibri.json`` is malformed, as far as that can be told: msgspec names no keys of a map."""
+    parts: tuple[tuple[str, type], ...] = (("dense", DenseRecord), ("experts", ExpertsRecord))
+    with contextlib.suppress(ValueError, RecursionError):
+        parsed = strict_json(raw)
+        for part, record in parts:
+            entries = parsed.get(part) if isinstance(parsed, dict) else None
+            for name, value in entries.items() if isinstance(entries, dict) else ():
+                try:
+                    msgspec.convert(value, record)
+                except msgspec.ValidationError:
+                    what = f"tensor {_short(name)!r}" if part == "dense" else f"experts of layer {_short(name)!r}"
+                    return f", the entry of {what}"
+    return ""
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def fingerprint_of(plan: ContainerPlan, dense: Mapping[str, DenseRecord], experts: Mapping[str, ExpertsRecord]) -> str:

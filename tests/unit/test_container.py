@@ -413,6 +413,8 @@ def test_config_of_another_model(model: Path) -> None:
         (lambda i: i["dense"]["lm_head.weight"].update(file="/etc/passwd"), ("/etc/passwd", "own directory")),
         (lambda i: i["dense"]["lm_head.weight"].update(file="experts-001.safetensors"), ("lm_head.weight", "nothing")),
         (lambda i: i["dense"]["lm_head.weight"].pop("scale_checksum"), ("lm_head.weight",)),
+        (lambda i: i["dense"]["lm_head.weight"].update(stack="x"), ("malformed", "'lm_head.weight'")),
+        (lambda i: i["experts"]["2"].pop("n_experts"), ("malformed", "layer '2'")),
         (lambda i: i["experts"].pop("1"), ("1",)),
         (lambda i: i["experts"].update({"0": i["experts"]["1"]}), ("0",)),
         (lambda i: i["experts"]["1"].update(record_bytes=4096), ("layer 1", "4,096")),

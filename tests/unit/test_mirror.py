@@ -245,7 +245,7 @@ def test_a_part_is_sparse_names_its_records_and_grows(model: Path, tmp_path: Pat
     save_usage(path, container.fingerprint, history)
     try:
         mirror = tmp_path / "mirror"
-        result = run("stage", model, mirror, "--size", str(3 * size))
+        result = run("stage", model, mirror, "--size", f"{3 * size}B")
         assert "the most used first" in result.output, result.output
         opened = Container.open(model, (mirror,))
         assert [copy.held for copy in opened.experts[layers[1]].copies] == [None, frozenset({3, 11})]
@@ -255,10 +255,10 @@ def test_a_part_is_sparse_names_its_records_and_grows(model: Path, tmp_path: Pat
         assert (mirror / file.name).stat().st_size == file.n_bytes
         assert (mirror / file.name).stat().st_blocks * 512 < file.n_bytes // 2, "holes"
         assert "3 experts" in run("verify", model, mirror).output
-        shown = run("plan", model, mirror, "--size", str(3 * size), "--disk", "3", "--mirror-disk", "2")
+        shown = run("plan", model, mirror, "--size", f"{3 * size}B", "--disk", "3", "--mirror-disk", "2")
         assert "3 are there" in shown.output and "to copy: 0 bytes" in shown.output
         inode = (mirror / file.name).stat().st_ino
-        assert "1 experts copied" in run("stage", model, mirror, "--size", str(4 * size)).output
+        assert "1 experts copied" in run("stage", model, mirror, "--size", f"{4 * size}B").output
         assert (mirror / file.name).stat().st_ino == inode, "a running group may have it open"
         staged(model, mirror)
         assert all(
@@ -273,7 +273,7 @@ def test_a_part_is_sparse_names_its_records_and_grows(model: Path, tmp_path: Pat
 def test_a_model_may_live_from_its_mirrors(model: Path, tmp_path: Path) -> None:
     """Half of the records here, the other half there, none in the model directory; one missing record is named."""
     container = Container.open(model)
-    half = staged(model, tmp_path / "half", "--size", str(8 * sum(f.record_bytes for f in container.experts.values())))
+    half = staged(model, tmp_path / "half", "--size", f"{8 * sum(f.record_bytes for f in container.experts.values())}B")
     whole = staged(model, tmp_path / "whole")
     for file in container.experts.values():
         (model / file.name).unlink()
@@ -391,7 +391,7 @@ def test_the_rate_of_several_drives() -> None:
 
 def test_shares_are_those_of_the_bytes(model: Path, tmp_path: Path) -> None:
     total = sum(file.n_bytes - file.data_offset for file in Container.open(model).experts.values())
-    mirror = staged(model, tmp_path / "mirror", "--size", str(total // 2))
+    mirror = staged(model, tmp_path / "mirror", "--size", f"{total // 2}B")
     container = Container.open(model, (mirror,))
     shares = container.shares((0, 1))
     assert shares.keys() == {frozenset({0}), frozenset({0, 1})} and sum(shares.values()) == pytest.approx(1)
