@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from native.sampling import log_softmax
 from services.router.scheduler import Advance
 from services.router.sequences import Sequence
-from services.router.tokenizer import ModelTokenizer
+from services.router.text_stream import PieceOf
 from shared.errors import Refused
 from shared.log import Log
 from shared.messages.base import Msg
@@ -30,11 +30,11 @@ class Posts(Protocol):
 class Answers:
     """Everything the router tells the gateway about requests."""
 
-    def __init__(self, bus: Posts, counters: Counters, log: Log, tokenizer: ModelTokenizer | None) -> None:
+    def __init__(self, bus: Posts, counters: Counters, log: Log, piece_of: PieceOf | None) -> None:
         self._bus = bus
         self._counters = counters
         self._log = log
-        self._tokenizer = tokenizer
+        self._piece_of = piece_of
 
     def refused(self, request: str, refusal: Refused) -> None:
         self._counters.add("refused", 1)
@@ -88,7 +88,13 @@ class Answers:
         return TokenLogprob(token, float(values[token]), self._piece(token, is_start), top)
 
     def _piece(self, token: int, is_start: bool) -> bytes:
-        return self._tokenizer.piece(token, is_start) if self._tokenizer else b""
+        return self._piece_of(token, is_start) if self._piece_of else b""
+
+    def left(self, msg: Submit, reason: str) -> None:
+        """The client left before its prompt was read."""
+        self._counters.add("aborted", 1)
+        self._bus.post(GATEWAY, RequestDone(msg.request, "abort", 0, len(msg.resume_ids)))
+        self._log.info("request_done", request=msg.request, reason="abort", code=reason, n_generated=0)
 
     def done(self, sequence: Sequence) -> None:
         """The one final answer."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from services.router.sequences import Sequence
-from services.router.text_stream import TextStream
-from services.router.tokenizer import ModelTokenizer
+from services.router.text_stream import PieceOf, TextStream
 from shared.errors import Refused
 from shared.messages.router import Submit
 from shared.model.spec import ModelSpec
@@ -15,14 +12,13 @@ from shared.model.spec import ModelSpec
 class Intake:
     """Turns Submit messages into sequences. ``max_context``: tokens per sequence, prompt and answer together."""
 
-    def __init__(self, spec: ModelSpec, tokenizer: ModelTokenizer | None, max_context: int) -> None:
+    def __init__(self, spec: ModelSpec, piece_of: PieceOf | None, max_context: int) -> None:
         self._spec = spec
-        self._tokenizer = tokenizer
+        self._piece_of = piece_of
         self._max_context = max_context
 
-    def accept(self, msg: Submit) -> Sequence:
+    def accept(self, msg: Submit, prompt: list[int]) -> Sequence:
         """The sequence, tokens of an earlier router's answer (``resume_ids``) included. Raises Refused."""
-        prompt = self._prompt_ids(msg)
         param = "messages" if msg.messages_json is not None else "prompt"
         limit, vocab = self._max_context, self._spec.vocab
         if not prompt:
@@ -48,7 +44,7 @@ class Intake:
             max_tokens=room if msg.max_tokens is None else min(msg.max_tokens, room),
             sampling=msg.sampling,
             text=TextStream(
-                self._tokenizer.piece if self._tokenizer else None, msg.stop, is_start=msg.messages_json is not None
+                self._piece_of, msg.stop, is_start=msg.messages_json is not None
             ),
             eos_ids=frozenset() if msg.ignore_eos else frozenset(self._spec.eos_ids),
             n_logprobs=msg.n_logprobs,
@@ -56,17 +52,3 @@ class Intake:
         for token in msg.resume_ids[: sequence.max_tokens]:
             sequence.append(token)  # its text was delivered with it
         return sequence
-
-    def _prompt_ids(self, msg: Submit) -> list[int]:
-        if msg.prompt_ids is not None:
-            return list(msg.prompt_ids)
-        if self._tokenizer is None:
-            raise Refused(
-                "This model has no tokenizer; send the prompt as token ids to /v1/completions.",
-                code="no_tokenizer",
-                param="prompt",
-            )
-        if msg.messages_json is not None:
-            kwargs = msgspec.json.decode(msg.template_kwargs_json) if msg.template_kwargs_json else {}
-            return self._tokenizer.encode_chat(msgspec.json.decode(msg.messages_json), kwargs, self._max_context - 1)
-        return self._tokenizer.encode(msg.prompt or "", self._max_context - 1)

@@ -34,14 +34,17 @@ from services.router.frames import fill_draft, fill_main
 from services.router.gates import GateSet
 from services.router.group import RingView
 from services.router.intake import Intake
+from services.router.pieces import has_tokenizer, read_pieces
+from services.router.prompt_desk import Outcome, PromptDesk
 from services.router.recording import LogitRecorder, RoutingRecorder, draft_notes, span_notes, trace_header
 from services.router.sampler import choose_token
 from services.router.scheduler import Plan, Scheduler
 from services.router.sequences import Fault, Sequence
-from services.router.tokenizer import ModelTokenizer
+from services.router.text_stream import PieceOf
 from shared.container.reader import Container
 from shared.errors import Refused, SchemaError
 from shared.memory.big_memory import Home
+from shared.memory.prompt_room import prompt_room_bytes
 from shared.memory.segments import Segment
 from shared.messages.attention import StepAbandoned, StepPlan
 from shared.messages.drafter import DraftWanted
@@ -77,8 +80,13 @@ class RouterService(Service):
         container = Container.open(model_dir, with_copies=False)
         self._spec = spec = container.spec
         self._pool = Pool(config.n_threads)
-        self._tokenizer = ModelTokenizer(model_dir) if ModelTokenizer.exists(model_dir) else None
-        self._intake = Intake(spec, self._tokenizer, config.max_context)
+        self._desk: PromptDesk | None = None
+        piece_of: PieceOf | None = None
+        if has_tokenizer(model_dir):  # its process loads while we do
+            room = prompt_room_bytes(config.max_context)
+            self._desk = PromptDesk(model_dir, room, config.max_context - 1, ctx.bus, ctx.log, self._on_prompt)
+            piece_of = read_pieces(model_dir).of
+        self._intake = Intake(spec, piece_of, config.max_context)
         self._frames_segment = Segment.attach(config.run_id, "frames")
         self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
         ctx.set_stage("load gates")
@@ -97,7 +105,7 @@ class RouterService(Service):
         if config.record_routing:
             header = trace_header(container, config.model_name, bool(config.n_drafts))
             self._routing = RoutingRecorder(Path(config.record_routing), header, ctx.log)
-        self._answers = Answers(self._bus, self._counters, ctx.log, self._tokenizer)
+        self._answers = Answers(self._bus, self._counters, ctx.log, piece_of)
         self._scheduler = Scheduler(
             n_blocks=config.n_kv_blocks,
             max_sequences=config.max_sequences,
@@ -112,9 +120,13 @@ class RouterService(Service):
         drafting = Drafting(config.n_drafts, spec.vocab)
         self._flights = Flights(self._scheduler, drafting, first_step, time.monotonic_ns)
         self._is_draining = False
+        self._gateway = 0
+        if self._desk:
+            ctx.set_stage("load tokenizer")
+            self._desk.wait_loaded()
         return {
             "kernels": dispatch_text(),
-            "tokenizer": "yes" if self._tokenizer else "no",
+            "tokenizer": f"process {self._desk.pid}" if self._desk else "no",
             "n_drafts": str(config.n_drafts),
             "pilot": config.pilot,
         }
@@ -122,9 +134,11 @@ class RouterService(Service):
     def tick(self) -> None:
         if self._recorder:
             self._recorder.flush()
+        if self._desk:
+            self._desk.tick()
 
     def is_idle(self) -> bool:
-        return self._scheduler.is_idle
+        return self._scheduler.is_idle and not self._n_unread
 
     def begin_drain(self, reason: str) -> None:
         self._is_draining = True
@@ -133,13 +147,19 @@ class RouterService(Service):
         """The drain deadline passed: end what is left with a named error. Returns how many."""
         instructions = self._flights.cut(reason)
         self._carry_out(instructions)
-        return sum(isinstance(do, End) for do in instructions)
+        unread = self._desk.clear() if self._desk else []
+        for msg in unread:
+            words = f"The server stopped before the prompt was read ({reason})."
+            self._answers.refused(msg.request, Refused(words, status=503, code="shutting_down"))
+        return sum(isinstance(do, End) for do in instructions) + len(unread)
 
     def close(self) -> None:
         if self._recorder:
             self._recorder.close()
         if self._routing:
             self._routing.close()
+        if self._desk:
+            self._desk.close()
         self._pool.close()
         for segment in (self._frames_segment, self._trace_segment, self._counters_segment):
             segment.close()
@@ -147,10 +167,18 @@ class RouterService(Service):
     @property
     def load_counts(self) -> tuple[int, int]:
         """(running, waiting) requests, for the group state."""
-        return len(self._scheduler.running), len(self._scheduler.waiting)
+        return len(self._scheduler.running), len(self._scheduler.waiting) + self._n_unread
+
+    @property
+    def _n_unread(self) -> int:
+        """Requests whose prompt is not read yet."""
+        return len(self._desk) if self._desk else 0
 
     def ring_changed(self, view: RingView) -> None:
         """The control plane's view changed: somebody else serves, or no longer."""
+        if self._desk and self._gateway and view.gateway != self._gateway:
+            self._desk.clear()  # whoever asked is gone
+        self._gateway = view.gateway or self._gateway
         self._carry_out(self._flights.ring_changed(view))
 
     # -- messages --------------------------------------------------------------------------------------------
@@ -168,6 +196,9 @@ class RouterService(Service):
         elif isinstance(msg, Submit):
             self._on_submit(msg)
         elif isinstance(msg, Abort):
+            unread = self._desk.drop(msg.request) if self._desk else None
+            if unread:
+                self._answers.left(unread, msg.reason)
             self._carry_out(self._flights.aborted(msg.request, msg.reason))
         elif isinstance(msg, LayerFailed):
             self._carry_out(self._flights.failed(msg.step, msg.layer, msg.rows, Fault(msg.code, msg.message)))
@@ -183,13 +214,32 @@ class RouterService(Service):
         try:
             if self._is_draining:
                 raise Refused("The server is shutting down; try again later.", status=503, code="shutting_down")
-            if self._scheduler.find(msg.request):
+            if self._scheduler.find(msg.request) or (self._desk and self._desk.has(msg.request)):
                 raise Refused(f"Request id {msg.request} is in use.", status=409, code="duplicate_request")
-            if self._scheduler.is_full:
+            if self._scheduler.is_full or len(self._scheduler.waiting) + self._n_unread >= MAX_WAITING:
                 raise Refused(
                     f"{MAX_WAITING} requests are waiting already; try again later.", status=429, code="queue_full"
                 )
-            sequence = self._intake.accept(msg)
+            if msg.prompt_ids is None and self._desk is None:
+                raise Refused(
+                    "This model has no tokenizer; send the prompt as token ids to /v1/completions.",
+                    code="no_tokenizer",
+                    param="messages" if msg.messages_json is not None else "prompt",
+                )
+            if msg.prompt_ids is None and self._desk:
+                self._desk.submit(msg)
+                return
+        except Refused as refusal:
+            self._answers.refused(msg.request, refusal)
+            return
+        self._on_prompt(msg, list(msg.prompt_ids or ()))
+
+    def _on_prompt(self, msg: Submit, outcome: Outcome) -> None:
+        """The prompt is read: its ids, or why it can't be."""
+        try:
+            if isinstance(outcome, Refused):
+                raise outcome
+            sequence = self._intake.accept(msg, outcome)
         except Refused as refusal:
             self._answers.refused(msg.request, refusal)
             return

@@ -1,4 +1,4 @@
-"""Text to ids and back: the one place that knows ``tokenizers``. Runs in the router and in its prompt desk.
+"""Text to ids and back: the one place that knows ``tokenizers``. Runs in the router's prompt process.
 
 Text of clients never becomes a control token: where the tokenizer makes one of characters that ``ClientText`` says are a
 client's (all of them or some), these characters are split without control tokens.
@@ -18,10 +18,11 @@ from services.router.client_text import Spans, spans_of
 from services.router.pieces import Pieces
 from services.router.turns import turn_markers
 from shared.errors import ContainerError, Refused
-from shared.files import TOKENIZER_LIMIT_BYTES, is_file, read_file
+from shared.files import TOKENIZER_LIMIT_BYTES, read_file
 
 MANY_CHARS: Final = 1 << 15
 """Longer texts are counted in pieces before they are split as a whole, so that what can't fit anyway costs little."""
+_PIECE_CHARS: Final = 1 << 13
 _BORDER_TOKENS: Final = 16
 """As many tokens a piece's borders may have added."""
 _LEAST_ROOM_CHARS: Final = 4 << 20
@@ -46,16 +47,9 @@ class ModelTokenizer:
         if getattr(self._tokenizer.model, "dropout", None) is not None:
             self._tokenizer.model.dropout = None
         added = self._tokenizer.get_added_tokens_decoder()
-        self._pieces = Pieces(self._tokenizer)
         self._controls = {token: t for token, t in added.items() if t.special or not _is_blank(t.content)}
         self._swallows = any(t.lstrip or t.rstrip for t in added.values())
         self._template = ChatTemplate(read_template_files(model_dir))
-
-    @staticmethod
-    def exists(model_dir: Path) -> bool:
-        path = model_dir / "tokenizer.json"
-        with _naming(path):
-            return is_file(path)
 
     def encode(self, text: str, at_most: int | None = None) -> list[int]:
         """Ids of a raw prompt; control tokens spelt in it are meant. ``at_most``: how many can be of use."""
@@ -87,6 +81,10 @@ class ModelTokenizer:
         )
         return frozenset(ids[marker] for marker in markers)
 
+    @functools.cached_property
+    def _pieces(self) -> Pieces:
+        return Pieces(self._tokenizer)
+
     # -- inside
 
     def _split(self, tokenizer: Any, text: str, param: str) -> Any:
@@ -109,8 +107,8 @@ class ModelTokenizer:
         if at_most is None or len(text) <= max(MANY_CHARS, 2 * at_most):
             return
         n_least = 0
-        for start in range(0, len(text), MANY_CHARS):
-            piece = str.__getitem__(text, slice(start, start + MANY_CHARS))
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = str.__getitem__(text, slice(start, start + _PIECE_CHARS))
             if self._swallows:
                 piece = piece.strip()  # a token of the next piece may take these blanks along
             n_tokens = len(self._split(self._tokenizer, piece, param).ids)
