@@ -46,7 +46,8 @@ class PromptQueue:
         self._n_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._running)
+        """Jobs that somebody waits for."""
+        return len(self._waiting) + sum(bool(job.request) for job in self._running.values())
 
     @property
     def running(self) -> dict[int, Job]:

@@ -42,8 +42,8 @@ def main() -> None:
     jobs: queue.SimpleQueue[tuple[int, int, int, bytes, bytes]] = queue.SimpleQueue()
     for _ in range(N_THREADS):
         threading.Thread(target=_work, args=(jobs, tokenizer, answer.send), daemon=True).start()
-    limit = _address_bytes() + room_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit = _data_bytes() + room_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     answer.send(LOADED, IDS, b"")
     stdin = os.fdopen(0, "rb", buffering=0)
     while head := _read(stdin, JOB.size):
@@ -95,8 +95,9 @@ def _read(file: Any, n_bytes: int) -> bytes:
     return bytes(parts)
 
 
-def _address_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+def _data_bytes() -> int:
+    """What RLIMIT_DATA counts: private writable memory, touched or not."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 if __name__ == "__main__":
