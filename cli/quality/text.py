@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shared.errors import ConfigError, ContainerError
-from shared.files import TOKENIZER_LIMIT_BYTES, read_file
+from shared.errors import ConfigError
+from shared.files import read_file
+from shared.model.tokenizer_file import load_tokenizer
 
 DEFAULT_TEXT = "heldout.jsonl"
 """In the package ``models``: conversations that the embedded model was not trained on."""
@@ -64,14 +65,7 @@ def tokens_of_text(path: Path, model: Path, n_tokens: int, window: int) -> Token
     if not os.path.lexists(tokenizer_path):
         raise ConfigError(f"{model} has no tokenizer.json, so a text can't be used; give --ids or --random.")
     documents = read_documents(path)
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_buffer(read_file(tokenizer_path, TOKENIZER_LIMIT_BYTES))
-    except OSError as error:
-        raise ContainerError(f"{tokenizer_path} can't be read: {error.strerror}.") from None
-    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
-        raise ContainerError(f"{tokenizer_path} can't be used ({error}). Copy it again from the checkpoint.") from None
+    tokenizer = load_tokenizer(tokenizer_path)
     encoded = (tokenizer.encode(text, add_special_tokens=False).ids for text in documents)
     sequences = cut(encoded, n_tokens, window)
     if not sequences:

@@ -12,6 +12,7 @@ import msgspec
 
 from shared.errors import ContainerError
 from shared.files import TOKENIZER_LIMIT_BYTES, is_file, read_file
+from shared.model.tokenizer_file import load_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -71,10 +72,13 @@ class _Spellings:
         """Whether every step of the decoder is known here."""
         return all(step in _KNOWN_STEPS or step.get("type") == "ByteLevel" for step in self._steps)
 
-    def text_of(self, token: int, is_start: bool) -> str:
-        """As the decoder makes it, inside a text or at its start; not for bytes."""
-        text = (self.id_to_token(token) or "").replace(_BLANK, " ")
-        return text.removeprefix(" ") if is_start and _STRIP in self._steps else text
+    @property
+    def drops_first_blank(self) -> bool:
+        return _STRIP in self._steps
+
+    def text_of(self, token: int) -> str:
+        """As the decoder makes it inside a text; not for bytes."""
+        return (self.id_to_token(token) or "").replace(_BLANK, " ")
 
     def id_to_token(self, token: int) -> str | None:
         added = self._added.get(token)
@@ -105,11 +109,9 @@ def read_pieces(model_dir: Path) -> Pieces:
             spellings = _Spellings(file)
             if spellings.is_enough:
                 return Pieces(spellings)
-        from tokenizers import Tokenizer
-
-        return Pieces(Tokenizer.from_buffer(data))
-    except Exception as error:  # noqa: BLE001  (libraries raise what they like)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _unusable(path, error) from None
+    return Pieces(load_tokenizer(path))
 
 
 class Pieces:
@@ -136,7 +138,7 @@ class Pieces:
             piece = self._inside[token] = self._piece(token)
         if is_start and piece[:1] == b" " and not self._byte_of:
             if isinstance(self._tokenizer, _Spellings):
-                return self._tokenizer.text_of(token, True).encode()
+                return piece[1:] if self._tokenizer.drops_first_blank else piece
             return self._decode([token]).encode()
         return piece
 
@@ -152,7 +154,7 @@ class Pieces:
         if self._has_byte_tokens and (match := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", spelling)):
             return bytes([int(match[1], 16)])
         if isinstance(self._tokenizer, _Spellings):
-            return self._tokenizer.text_of(token, False).encode()
+            return self._tokenizer.text_of(token).encode()
         # What it adds to another token: alone it would be the start of a text.
         anchor, text = self._anchor
         both = self._decode([*anchor, token])

@@ -7,18 +7,16 @@ client's (all of them or some), these characters are split without control token
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from services.router.chat_template import ChatTemplate, read_template_files
 from services.router.client_text import Spans, spans_of
-from services.router.pieces import Pieces
+from services.router.pieces import Pieces, read_pieces
 from services.router.turns import turn_markers
-from shared.errors import ContainerError, Refused
-from shared.files import TOKENIZER_LIMIT_BYTES, read_file
+from shared.errors import Refused
+from shared.model.tokenizer_file import load_tokenizer
 
 MANY_CHARS: Final = 1 << 15
 """Longer texts are counted in pieces before they are split as a whole, so that what can't fit anyway costs little."""
@@ -36,16 +34,8 @@ class ModelTokenizer:
     """
 
     def __init__(self, model_dir: Path) -> None:
-        from tokenizers import Tokenizer
-
-        path = model_dir / "tokenizer.json"
-        with _naming(path):
-            self._tokenizer = Tokenizer.from_buffer(read_file(path, TOKENIZER_LIMIT_BYTES))
-        # What else a file may ask for (cut long texts, fill up short ones, drop merges at random) belongs to training.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        if getattr(self._tokenizer.model, "dropout", None) is not None:
-            self._tokenizer.model.dropout = None
+        self._model_dir = model_dir
+        self._tokenizer = load_tokenizer(model_dir / "tokenizer.json")
         added = self._tokenizer.get_added_tokens_decoder()
         self._controls = {token: t for token, t in added.items() if t.special or not _is_blank(t.content)}
         self._swallows = any(t.lstrip or t.rstrip for t in added.values())
@@ -83,7 +73,7 @@ class ModelTokenizer:
 
     @functools.cached_property
     def _pieces(self) -> Pieces:
-        return Pieces(self._tokenizer)
+        return read_pieces(self._model_dir)
 
     # -- inside
 
@@ -196,13 +186,3 @@ def _overlaps(spans: Spans, start: int, end: int) -> bool:
 def _is_blank(spelling: str) -> bool:
     """Runs of blanks are words of some vocabularies: added tokens, but nothing that controls."""
     return not spelling.strip(" \t\r\n\N{LOWER ONE EIGHTH BLOCK}")
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Whatever a library says of a file becomes a sentence with the file's name."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001  (libraries raise what they like)
-        reason = getattr(error, "strerror", None) or error
-        raise ContainerError(f"{path} can't be used: {reason}. Copy the file again from the checkpoint.") from None

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -227,6 +231,70 @@ def test_users_can_not_write_control_tokens(http: httpx2.Client) -> None:
         "/v1/chat/completions", json={"messages": sneaky, "max_tokens": 1, "return_token_ids": True}
     ).json()
     assert answer["prompt_token_ids"] == plain["prompt_token_ids"]
+
+
+class Watcher:
+    """Answers that go on meanwhile: the longest pause inside one, and what readiness said."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._is_over = threading.Event()
+        self.longest_s = 0.0
+        self.n_events = 0
+        self.statuses: set[int] = set()
+        self._threads = [threading.Thread(target=self._stream), threading.Thread(target=self._ask)]
+
+    def __enter__(self) -> Watcher:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _stream(self) -> None:
+        while not self._is_over.is_set():
+            last = None
+            for _ in self._group.stream([1, 2, 3], MAX_CONTEXT - 8):
+                now = time.monotonic()
+                self.longest_s = max(self.longest_s, now - last if last else 0.0)
+                last = now
+                self.n_events += 1
+
+    def _ask(self) -> None:
+        while not self._is_over.wait(0.1):
+            self.statuses.add(httpx2.get(f"{self._group.url}/health/ready", timeout=1.0).status_code)
+
+
+def test_nobody_is_held_up_by_the_prompts_of_others(group: Group) -> None:
+    """Fifteen megabytes, a hundred long prompts at once, half a million messages: all of them refused, and streams go on."""
+
+    def post(path: str, body: bytes) -> httpx2.Response:
+        headers = {"content-type": "application/json"}
+        return httpx2.post(f"{group.url}/v1/{path}", content=body, headers=headers, timeout=60)
+
+    long = b'{"messages": [{"role": "user", "content": "' + b"some words " * 23_600 + b'"}]}'
+    huge = b'{"prompt": "' + b"a <|user|> " * 1_400_000 + b'"}'
+    many = b'{"messages": [' + b",".join([b'{"role":"user","content":"a"}'] * 480_000) + b"]}"
+    with Watcher(group) as watcher, ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(post, "chat/completions", long) for _ in range(100)]
+        answers += [pool.submit(post, "completions", huge), pool.submit(post, "chat/completions", many)]
+        refused = [answer.result() for answer in answers]
+    assert {answer.status_code for answer in refused} == {400}, {answer.text for answer in refused}
+    assert {answer.json()["error"]["param"] for answer in refused} == {"messages", "prompt"}
+    assert watcher.statuses == {200}
+    assert watcher.n_events > 50
+    assert watcher.longest_s < 1.0
+
+
+def test_the_death_of_the_prompt_process_loses_no_request(group: Group) -> None:
+    facts = {name: value for entry in group.status()["services"] for name, value in dict(entry["facts"]).items()}
+    pid = int(facts["tokenizer"].split()[1])
+    os.kill(pid, signal.SIGKILL)
+    answer = group.post("/v1/chat/completions", body_of("chat/completions", "hello"))
+    assert answer.status_code == 200
 
 
 def test_the_openai_client_against_a_real_group(group: Group) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from services.router.pieces import Pieces, read_pieces
 from services.router.tokenizer import ModelTokenizer
 from shared.errors import ContainerError, Refused
 
@@ -49,6 +50,32 @@ def test_byte_fallback_pieces_are_bytes(tmp_path: Path) -> None:
         for ids in ([257, 257, 258], [258, 257]):  # as a text of its own
             pieces = [model.piece(token, idx == 0) for idx, token in enumerate(ids)]
             assert b"".join(pieces).decode() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "fallback", "stripped", "words"])
+def test_pieces_read_from_the_file_are_those_of_the_library(tmp_path: Path, kind: str) -> None:
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    if kind == "words":
+        tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, "c": 3}, unk_token="[UNK]"))
+        tokenizer.decoder = decoders.WordPiece()
+    elif kind != "bytes":
+        vocab = {
+            "<unk>": 0,
+            **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)},
+            "▁a": 257,
+            "b▁": 258,
+            "▁▁": 259,
+            "日": 260,
+        }
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if kind == "stripped" else steps)
+    tokenizer.add_tokens([AddedToken(" x▁", special=False), AddedToken("<|s|>", special=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    read, library = read_pieces(tmp_path), Pieces(tokenizer)
+    for token in range(tokenizer.get_vocab_size() + 2):
+        for is_start in (False, True):
+            assert read.of(token, is_start) == library.of(token, is_start), (token, is_start)
 
 
 def test_an_added_token_in_plain_spelling_is_its_spelling(tmp_path: Path) -> None:
