@@ -349,9 +349,6 @@ class ChatTemplate:
             self._prints_parts[name] = _iterates_content(tree)
             self._knows_developer[name] = any(node.value == "developer" for node in tree.find_all(jinja2.nodes.Const))
 
-    def __bool__(self) -> bool:
-        return bool(self._by_name)
-
     def render(self, messages: list[dict[str, Any]], kwargs: dict[str, Any], max_chars: int) -> str:
         """The conversation's text with a generation prompt; ``ClientText`` where parts of it are the client's.
 

@@ -67,8 +67,10 @@ class PromptDesk:
 
     # -- for the router
 
-    def __len__(self) -> int:
-        return len(self._queue)
+    @property
+    def n_open(self) -> int:
+        """Requests that wait for their prompt's tokens."""
+        return self._queue.n_open
 
     @property
     def pid(self) -> int:

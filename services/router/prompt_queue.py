@@ -45,7 +45,8 @@ class PromptQueue:
         self._next_number = 1
         self._n_bytes = 0
 
-    def __len__(self) -> int:
+    @property
+    def n_open(self) -> int:
         """Jobs that somebody waits for."""
         return len(self._waiting) + sum(bool(job.request) for job in self._running.values())
 

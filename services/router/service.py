@@ -172,7 +172,7 @@ class RouterService(Service):
     @property
     def _n_unread(self) -> int:
         """Requests whose prompt is not read yet."""
-        return len(self._desk) if self._desk else 0
+        return self._desk.n_open if self._desk else 0
 
     def ring_changed(self, view: RingView) -> None:
         """The control plane's view changed: somebody else serves, or no longer."""

@@ -77,14 +77,14 @@ def test_after_a_death_the_suspects_run_alone_and_only_the_culprit_is_refused() 
     for name, number in (("r1", 5), ("r2", 6), ("r3", 7)):
         assert names(queue.start(0)) == [name]
         assert queue.finish(number)
-    assert not len(queue) and not queue.start(0)
+    assert not queue.n_open and not queue.start(0)
 
 
 def test_who_leaves_is_forgotten_waiting_or_running() -> None:
     queue, _ = queue_of(LONG, LONG)
     queue.start(0)
     assert queue.drop("r1") and queue.drop("r0") and not queue.drop("r0")
-    assert not len(queue) and queue.find("r0") is None
+    assert not queue.n_open and queue.find("r0") is None
     assert queue.finish(1)
     assert queue.finish(1) is None
     assert not queue.start(0)
