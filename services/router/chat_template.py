@@ -11,7 +11,6 @@ import datetime
 import functools
 import json
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -449,7 +448,7 @@ class ChatTemplate:
             content = message.get("content")
             if message.get("role") not in _INSTRUCTING or not content:
                 continue
-            probe = f"probe-{secrets.token_hex(8)}"
+            probe = f"probe-{os.urandom(8).hex()}"
             probed = [*given]
             probed[idx] = {**given[idx], "content": ClientText(probe)}
             if isinstance(given[idx]["content"], list):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from services.router.prompt_frames import ANSWER, CHAT, DAMAGE, IDS, JOB, LOADED, TEXT
-from services.router.prompt_queue import MAX_BYTES, MAX_CPU_S, Job, PromptQueue
+from services.router.prompt_queue import MAX_BYTES, MAX_CPU_S, PAUSE_S, Job, PromptQueue
 from shared.errors import ColibriError, ContainerError, Refused
 from shared.log import Log
 from shared.messages.router import Submit
@@ -28,7 +28,9 @@ from shared.run.child import child_environment, python_command
 Outcome = list[int] | Refused
 START_S: Final = 120.0
 MAX_STARTS: Final = 3
-"""In a row without an answer: the process can't live here."""
+"""In a row without having loaded: the process can't live here."""
+STOPPED_S: Final = 2.0
+"""A process that a signal has stopped for so long will not go on by itself."""
 _FREE_BYTES: Final = 1 << 20
 _BYTES_PER_TOKEN: Final = 64
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -62,6 +64,7 @@ class PromptDesk:
         self._queue = PromptQueue()
         self._n_starts = 0
         self._is_overdue = False
+        self._stopped_s = 0.0
         self._looked_at = time.monotonic()
         self._begin()
 
@@ -126,11 +129,19 @@ class PromptDesk:
         """Now and then: ends the process when a job has had enough."""
         now = time.monotonic()
         dt, self._looked_at = now - self._looked_at, now
-        if self._queue.running and not self._is_overdue and self._queue.pass_time(dt, self._cpu_s()):
-            self._is_overdue = True
-            self._cpu_at_end = self._cpu_s()
-            self._process.kill()
+        if self._queue.running and not self._is_overdue:
+            self._watch(min(dt, PAUSE_S))
         self._start_jobs()
+
+    def _watch(self, dt_s: float) -> None:
+        state, cpu_s = self._usage()
+        self._stopped_s = self._stopped_s + dt_s if state == "T" else 0.0
+        if self._stopped_s > STOPPED_S:
+            self._process.kill()
+        elif self._queue.pass_time(dt_s, cpu_s):
+            self._is_overdue = True
+            self._cpu_at_end = cpu_s
+            self._process.kill()
 
     def close(self) -> None:
         self._bus.remove_fd(self._fd)
@@ -142,7 +153,7 @@ class PromptDesk:
         self._n_starts += 1
         if self._n_starts > MAX_STARTS:
             raise ColibriError(
-                f"The prompt process ended {MAX_STARTS} times in a row without an answer; the router's log has its words."
+                f"The prompt process ended {MAX_STARTS} times in a row while it loaded; the router's log has its words."
             )
         self._process = subprocess.Popen(
             python_command("services.router.prompt_worker", *self._arguments),
@@ -158,6 +169,7 @@ class PromptDesk:
         self._is_loaded = False
         self._is_overdue = False
         self._cpu_at_end = 0.0
+        self._stopped_s = 0.0
         # A pipe takes 64 KiB at a time; somebody has to wait for the rest.
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=_write, args=(self._process.stdin, self._outgoing), daemon=True).start()
@@ -170,18 +182,18 @@ class PromptDesk:
         assert self._process.stdout
         self._process.stdout.close()
 
-    def _cpu_s(self) -> float:
-        """Processor time of the process so far."""
+    def _usage(self) -> tuple[str, float]:
+        """(state letter, seconds of processor time) of the process."""
         try:
             fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-            return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+            return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
         except (OSError, IndexError, ValueError):
-            return self._cpu_at_end
+            return "X", self._cpu_at_end
 
     def _start_jobs(self) -> None:
         if self._is_overdue:
             return
-        for number, job in self._queue.start(self._cpu_s()):
+        for number, job in self._queue.start(self._usage()[1]):
             kind, text, kwargs = job.work
             self._outgoing.put(JOB.pack(number, kind, self._at_most, len(text), len(kwargs)))
             self._outgoing.put(text)
@@ -208,10 +220,10 @@ class PromptDesk:
     def _on_answer(self, number: int, kind: int, payload: bytes) -> None:
         if kind == DAMAGE:
             raise ContainerError(payload.decode())
+        self._n_starts = 0
         if number == LOADED:
             self._is_loaded = True
             return
-        self._n_starts = 0
         job = self._queue.finish(number)
         self._start_jobs()
         if job is None or not job.request:

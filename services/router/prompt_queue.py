@@ -21,7 +21,7 @@ MAX_CPU_S: Final = 20.0
 MAX_WALL_S: Final = 120.0
 """Longer without having used its time: the process does not get on, and not because of the text."""
 MAX_DEATHS: Final = 2
-_STEP_S: Final = 0.5
+PAUSE_S: Final = 0.5
 """A longer pause between two looks was a pause of ours (a suspended machine), not of the job."""
 
 
@@ -114,7 +114,7 @@ class PromptQueue:
     def pass_time(self, dt_s: float, cpu_s: float) -> bool:
         """Some time has gone by. True: a job has had enough, so the process has to be ended (``end``)."""
         for job in self._running.values():
-            job.ran_s += min(dt_s, _STEP_S)
+            job.ran_s += min(dt_s, PAUSE_S)
         return any(self._is_costly(job, cpu_s) or job.ran_s > MAX_WALL_S for job in self._running.values())
 
     @staticmethod

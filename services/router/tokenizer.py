@@ -1,4 +1,4 @@
-"""Text to ids and back: the one place that knows ``tokenizers``. Runs in the router's prompt process.
+"""A model's tokenizer and chat template together: texts and conversations to ids. Runs in the router's prompt process.
 
 Text of clients never becomes a control token: where the tokenizer makes one of characters that ``ClientText`` says are a
 client's (all of them or some), these characters are split without control tokens.
@@ -9,14 +9,16 @@ from __future__ import annotations
 import bisect
 import functools
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from services.router.chat_template import ChatTemplate, read_template_files
 from services.router.client_text import Spans, spans_of
-from services.router.pieces import Pieces, read_pieces
 from services.router.turns import turn_markers
 from shared.errors import Refused
 from shared.model.tokenizer_file import load_tokenizer
+
+if TYPE_CHECKING:
+    from services.router.pieces import Pieces
 
 MANY_CHARS: Final = 1 << 15
 """Longer texts are counted in pieces before they are split as a whole, so that what can't fit anyway costs little."""
@@ -73,6 +75,8 @@ class ModelTokenizer:
 
     @functools.cached_property
     def _pieces(self) -> Pieces:
+        from services.router.pieces import read_pieces  # which the prompt process does not need
+
         return read_pieces(self._model_dir)
 
     # -- inside

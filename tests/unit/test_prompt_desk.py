@@ -143,6 +143,12 @@ def test_no_request_is_lost_when_the_process_dies(loop: Loop) -> None:
     assert isinstance(refused, Refused) and loop.desk.pid != pid
 
 
+def test_a_stopped_process_is_replaced(loop: Loop) -> None:
+    os.kill(loop.desk.pid, signal.SIGSTOP)
+    loop.ask("a", prompt="hello")
+    assert loop.until("a")[0] == ModelTokenizer(EMBEDDED).encode("hello")
+
+
 def test_a_template_without_end_is_given_up_and_others_go_on(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_queue, "MAX_CPU_S", 2.0)
     loop.ask("endless", content="hi", endless=True)
