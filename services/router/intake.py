@@ -43,9 +43,7 @@ class Intake:
             tokens=prompt,
             max_tokens=room if msg.max_tokens is None else min(msg.max_tokens, room),
             sampling=msg.sampling,
-            text=TextStream(
-                self._piece_of, msg.stop, is_start=msg.messages_json is not None
-            ),
+            text=TextStream(self._piece_of, msg.stop, is_start=msg.messages_json is not None),
             eos_ids=frozenset() if msg.ignore_eos else frozenset(self._spec.eos_ids),
             n_logprobs=msg.n_logprobs,
         )

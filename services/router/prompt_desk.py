@@ -62,6 +62,8 @@ class PromptDesk:
         self._log = log
         self._done = done
         self._queue = PromptQueue()
+        self.turn_ends: frozenset[int] = frozenset()
+        """Tokens with which the model's template begins turns. Known once it is loaded."""
         self._n_starts = 0
         self._is_overdue = False
         self._stopped_s = 0.0
@@ -223,15 +225,14 @@ class PromptDesk:
         self._n_starts = 0
         if number == LOADED:
             self._is_loaded = True
+            self.turn_ends = frozenset(_ids(payload))
             return
         job = self._queue.finish(number)
         self._start_jobs()
         if job is None or not job.request:
             return
         if kind == IDS:
-            ids = array.array("I")
-            ids.frombytes(payload)
-            self._done(job.note, ids.tolist())
+            self._done(job.note, _ids(payload))
         else:
             self._done(job.note, _refusal(json.loads(payload)))
 
@@ -264,6 +265,12 @@ def _write(pipe: Any, outgoing: queue.SimpleQueue[bytes | None]) -> None:
         pipe.close()
     except OSError:  # the process is gone; who reads its answers notices
         return
+
+
+def _ids(payload: bytes) -> list[int]:
+    ids = array.array("I")
+    ids.frombytes(payload)
+    return ids.tolist()
 
 
 def _refusal(told: dict[str, Any]) -> Refused:

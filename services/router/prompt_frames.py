@@ -13,6 +13,6 @@ TEXT, CHAT = 0, 1
 ANSWER: Final = struct.Struct("<QBI")
 """number, kind, bytes that follow."""
 LOADED: Final = 0
-"""The number of the first answer, which nobody asked for."""
+"""The number of the first answer, which nobody asked for: the ids of the tokens that end a turn."""
 IDS, REFUSAL, DAMAGE = 0, 1, 2
 """Token ids as u32; a refusal as JSON; what is wrong with the model's files."""

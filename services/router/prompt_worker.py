@@ -44,7 +44,7 @@ def main() -> None:
         threading.Thread(target=_work, args=(jobs, tokenizer, answer.send), daemon=True).start()
     limit = _data_bytes() + room_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    answer.send(LOADED, IDS, b"")
+    answer.send(LOADED, IDS, array.array("I", sorted(tokenizer.turn_ends)).tobytes())
     stdin = os.fdopen(0, "rb", buffering=0)
     while head := _read(stdin, JOB.size):
         job, kind, at_most, n_text, n_kwargs = JOB.unpack(head)

@@ -102,6 +102,7 @@ def loop(model: Path) -> Iterator[Loop]:
 
 def test_answers_are_those_of_the_tokenizer(loop: Loop, model: Path) -> None:
     own = ModelTokenizer(model)
+    assert loop.desk.turn_ends == own.turn_ends
     loop.ask("a", prompt="Once upon <|user|>")
     loop.ask("b", content="hi <|user|>")
     assert loop.until("a", "b") == [
