@@ -53,7 +53,7 @@ class Conversation:
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), metavar="N", help="Stop each answer after N tokens at the latest."
 )
-@click.option("--temperature", type=TEMPERATURE, metavar="T", help="0 takes the likeliest token; default 1.")
+@click.option("--temperature", type=TEMPERATURE, metavar="T", help="0 takes the likeliest token; default: the model's.")
 @click.option("--top-p", type=TOP_P, metavar="P", help="Sample among the likeliest tokens that make up P.")
 @click.option("--seed", type=SEED, metavar="N", help="Same seed, same text.")
 @MODEL

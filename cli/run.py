@@ -23,7 +23,7 @@ NEEDS_RUN_DIR = "--profile reads the group's memory on this machine; use --run-d
 @click.option("--ids", metavar="LIST", help="The prompt as token ids, e.g. 1,2,3 (for a model without tokenizer).")
 @click.option("--system", metavar="TEXT", help="Instruction put before the prompt.")
 @click.option("--max-tokens", type=click.IntRange(min=1), metavar="N", help="Stop after N tokens at the latest.")
-@click.option("--temperature", type=TEMPERATURE, metavar="T", help="0 takes the likeliest token; default 1.")
+@click.option("--temperature", type=TEMPERATURE, metavar="T", help="0 takes the likeliest token; default: the model's.")
 @click.option("--top-p", type=TOP_P, metavar="P", help="Sample among the likeliest tokens that make up P.")
 @click.option("--seed", type=SEED, metavar="N", help="Same seed, same text.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; up to four times.")

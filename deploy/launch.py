@@ -118,6 +118,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     from shared.container.reader import Container, no_tokenizer
     from shared.experts.usage import usage_path
     from shared.machine.memory_probe import MemoryProbe, own_bytes, probe_memory
+    from shared.model.generation import read_defaults
     from shared.planning.ledger import make_ledger
     from shared.planning.rates import chunk_for
 
@@ -150,6 +151,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         run_dir=str(run_dir),
         model_dir=str(model_dir),
         model_name=model_dir.name,
+        defaults=read_defaults(model_dir),
         fingerprint=container.fingerprint,
         host=settings.host,
         port=port,

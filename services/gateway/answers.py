@@ -87,7 +87,8 @@ class CompletionChoice(Struct):
 
 
 class Answer(Struct):
-    """A whole answer or one chunk of a stream, of either route. ``seed``, ``max_tokens``, ``drafts`` are our own."""
+    """A whole answer or one chunk of a stream, of either route. ``seed``, ``sampling``, ``max_tokens``
+    (what this answer is made with) and ``drafts`` are our own."""
 
     id: str
     object: str
@@ -96,6 +97,7 @@ class Answer(Struct):
     choices: list[Any]
     usage: Usage | UnsetType | None = UNSET
     seed: int | UnsetType = UNSET
+    sampling: dict[str, float] | UnsetType = UNSET
     max_tokens: int | UnsetType = UNSET
     drafts: dict[str, int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -184,7 +186,9 @@ class Shape:
         return msgspec.json.encode(self._answer(choices))
 
     def _facts(self, answer: Answer, accepted: RequestAccepted) -> None:
-        answer.seed = self.wanted.submit.sampling.seed
+        sampling = self.wanted.submit.sampling
+        answer.seed = sampling.seed
+        answer.sampling = {name: value for name, value in msgspec.structs.asdict(sampling).items() if name != "seed"}
         answer.max_tokens = accepted.max_tokens
 
     def _prompt_ids(self, accepted: RequestAccepted) -> list[int] | UnsetType:

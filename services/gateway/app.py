@@ -22,12 +22,13 @@ from starlette.routing import Route
 
 from services.gateway import stream
 from services.gateway.answers import shape_of
-from services.gateway.bodies import Wanted, parse_chat, parse_completion
+from services.gateway.bodies import PLAIN, Wanted, parse_chat, parse_completion, sampling_defaults
 from services.gateway.errors import ApiError
 from services.gateway.stream import ClientGone, Receive, Send, Ticket
 from shared.log import Log
 from shared.messages.gateway import GroupState, RequestDone
 from shared.messages.router import Submit
+from shared.run.config import RequestDefaults
 
 MAX_BODY_BYTES: Final = 16 << 20
 MAX_HELD_BYTES: Final = 64 << 20
@@ -58,8 +59,10 @@ class Engine(Protocol):
     def n_open(self) -> int: ...
 
 
-def make_app(engine: Engine, log: Log, keep_alive_s: float = stream.KEEP_ALIVE_S) -> Starlette:
-    """The ASGI application; ``engine`` is used from the event loop that runs it."""
+def make_app(
+    engine: Engine, log: Log, keep_alive_s: float = stream.KEEP_ALIVE_S, defaults: RequestDefaults = PLAIN
+) -> Starlette:
+    """The ASGI application; ``engine`` is used from the event loop that runs it. ``defaults``: for requests, the model's."""
     born = int(time.time())
     budget = BodyBudget(MAX_HELD_BYTES)
 
@@ -72,7 +75,7 @@ def make_app(engine: Engine, log: Log, keep_alive_s: float = stream.KEEP_ALIVE_S
 
     async def models(request: Request) -> Response:
         group = engine.group
-        data = [_model(group, born)] if group is not None and group.model else []
+        data = [_model(group, born, defaults)] if group is not None and group.model else []
         return _json(200, {"object": "list", "data": data})
 
     async def model(request: Request) -> Response:
@@ -80,18 +83,18 @@ def make_app(engine: Engine, log: Log, keep_alive_s: float = stream.KEEP_ALIVE_S
         name = request.path_params["name"]
         if group is None or not group.model or name not in (group.model, *ALIASES):
             raise _model_error(name, group)
-        return _json(200, _model(group, born))
+        return _json(200, _model(group, born, defaults))
 
     return Starlette(
         routes=[
             Route(
                 "/v1/chat/completions",
-                Generate(engine, log, budget, is_chat=True, keep_alive_s=keep_alive_s),
+                Generate(engine, log, budget, is_chat=True, keep_alive_s=keep_alive_s, defaults=defaults),
                 methods=["POST"],
             ),
             Route(
                 "/v1/completions",
-                Generate(engine, log, budget, is_chat=False, keep_alive_s=keep_alive_s),
+                Generate(engine, log, budget, is_chat=False, keep_alive_s=keep_alive_s, defaults=defaults),
                 methods=["POST"],
             ),
             Route("/v1/models", models),
@@ -163,12 +166,22 @@ class BodyBudget:
 class Generate:
     """POST /v1/chat/completions and /v1/completions, as one ASGI callable so that the request is always let go of."""
 
-    def __init__(self, engine: Engine, log: Log, budget: BodyBudget, *, is_chat: bool, keep_alive_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        log: Log,
+        budget: BodyBudget,
+        *,
+        is_chat: bool,
+        keep_alive_s: float,
+        defaults: RequestDefaults,
+    ) -> None:
         self._engine = engine
         self._log = log
         self._budget = budget
         self._is_chat = is_chat
         self._keep_alive_s = keep_alive_s
+        self._defaults = defaults
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         request = ("chatcmpl-" if self._is_chat else "cmpl-") + secrets.token_hex(12)
@@ -208,8 +221,8 @@ class Generate:
     async def _parse(self, body: bytes, request: str) -> Wanted:
         parse = parse_chat if self._is_chat else parse_completion
         if len(body) <= THREAD_BYTES:
-            return parse(body, request)
-        return await asyncio.to_thread(parse, body, request)
+            return parse(body, request, self._defaults)
+        return await asyncio.to_thread(parse, body, request, self._defaults)
 
     def _admit(self, wanted: Wanted) -> str:
         """The name of the model that will answer. Raises ApiError when nobody can."""
@@ -308,13 +321,14 @@ def _model_error(name: str, group: GroupState | None) -> ApiError:
     return ApiError(404, f"there is no model {shown!r} here; served: {served}", code="model_not_found", param="model")
 
 
-def _model(group: GroupState, born: int) -> dict[str, Any]:
+def _model(group: GroupState, born: int, defaults: RequestDefaults) -> dict[str, Any]:
     return {
         "id": group.model,
         "object": "model",
         "created": born,
         "owned_by": "colibri",
         "max_model_len": group.max_context,
+        "defaults": {**sampling_defaults(defaults), "max_tokens": defaults.max_tokens},
     }
 
 

@@ -18,17 +18,19 @@ from services.gateway.chat_messages import plain_messages
 from services.gateway.errors import ApiError, invalid, short
 from services.gateway.json_body import convert, decode_body
 from shared.messages.router import MAX_TEMPERATURE, SEED_RANGE, Sampling, Submit
+from shared.run.config import RequestDefaults
 
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
 MAX_PROMPT_IDS: Final = 1_000_000
 
+PLAIN: Final = RequestDefaults()
 INT31: Final = (1 << 31) - 1
 SEED_BITS: Final = 53
 """A seed the gateway draws survives a JavaScript client that sends it back."""
 SAMPLING_DEFAULTS: Final = {"temperature": 1.0, "top_p": 1.0}
-"""OpenAI's, for clients that name none; ``Sampling``'s own take the likeliest token."""
+"""OpenAI's, where the model has none; ``Sampling``'s own take the likeliest token."""
 
 
 class StreamOptions(Struct):
@@ -157,8 +159,8 @@ class Wanted:
     """Names of fields nobody here knows; reported in a response header."""
 
 
-def parse_chat(body: bytes, request: str) -> Wanted:
-    """The body of /v1/chat/completions. Raises ApiError (400) naming the field."""
+def parse_chat(body: bytes, request: str, defaults: RequestDefaults = PLAIN) -> Wanted:
+    """The body of /v1/chat/completions; ``defaults`` are the model's. Raises ApiError (400) naming the field."""
     raw = decode_body(body)
     _check_neutral(raw)
     chat: ChatBody = convert(raw, ChatBody)
@@ -171,10 +173,8 @@ def parse_chat(body: bytes, request: str) -> Wanted:
         )
     submit = Submit(
         request=request,
-        sampling=_sampling(chat),
-        max_tokens=_max_tokens(
-            chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
-        ),
+        sampling=_sampling(chat, defaults),
+        max_tokens=_max_tokens(defaults, chat.max_completion_tokens, chat.max_tokens),
         messages_json=msgspec.json.encode(messages),
         stop=_stops(chat.stop),
         ignore_eos=bool(chat.ignore_eos),
@@ -185,16 +185,16 @@ def parse_chat(body: bytes, request: str) -> Wanted:
     return _wanted(chat, raw, submit, is_chat=True)
 
 
-def parse_completion(body: bytes, request: str) -> Wanted:
-    """The body of /v1/completions. Raises ApiError (400) naming the field."""
+def parse_completion(body: bytes, request: str, defaults: RequestDefaults = PLAIN) -> Wanted:
+    """The body of /v1/completions; ``defaults`` are the model's. Raises ApiError (400) naming the field."""
     raw = decode_body(body)
     _check_neutral(raw)
     completion: CompletionBody = convert(raw, CompletionBody)
     prompt, prompt_ids = _prompt(completion.prompt)
     submit = Submit(
         request=request,
-        sampling=_sampling(completion),
-        max_tokens=_max_tokens(completion.max_tokens),
+        sampling=_sampling(completion, defaults),
+        max_tokens=_max_tokens(defaults, completion.max_tokens),
         prompt=prompt,
         prompt_ids=prompt_ids,
         stop=_stops(completion.stop),
@@ -230,16 +230,23 @@ def _wanted(body: Common, raw: dict[str, Any], submit: Submit, *, is_chat: bool)
     )
 
 
-def _sampling(body: Common) -> Sampling:
+def _sampling(body: Common, defaults: RequestDefaults) -> Sampling:
     """What the client named, else the defaults; each field of ``Sampling`` has its namesake in ``Common``."""
     named = {name: value for name in Sampling.__struct_fields__ if (value := getattr(body, name)) is not None}
     seed = named.setdefault("seed", secrets.randbits(SEED_BITS))
     if not SEED_RANGE[0] <= seed <= SEED_RANGE[1]:
         raise invalid("seed", f"seed must fit into 64 bits, got {short(seed)}")
-    return Sampling(**{**SAMPLING_DEFAULTS, **named, "seed": seed & ((1 << 64) - 1)})
+    return Sampling(**{**sampling_defaults(defaults), **named, "seed": seed & ((1 << 64) - 1)})
 
 
-def _max_tokens(value: int | None) -> int | None:
+def sampling_defaults(defaults: RequestDefaults) -> dict[str, float]:
+    """How an answer is sampled whose client names nothing, but for the seed."""
+    return {**SAMPLING_DEFAULTS, **defaults.sampling}
+
+
+def _max_tokens(defaults: RequestDefaults, *named: int | None) -> int | None:
+    """The first that was named."""
+    value = next((n for n in named if n is not None), defaults.max_tokens)
     # The router clamps to the context; this keeps the number inside the wire type.
     return None if value is None else min(value, INT31)
 

@@ -62,7 +62,7 @@ class GatewayService(AsyncService):
         )
         self._server = _Server(
             uvicorn.Config(
-                make_app(engine, ctx.log),
+                make_app(engine, ctx.log, defaults=ctx.config.defaults),
                 loop="none",
                 http=cast(Any, connections.make),
                 ws="none",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shared.messages.base import Frame, Layer, Msg, Rows, Step, TokenId
 
 MAX_TEMPERATURE = 2.0
+SAMPLING_RANGES = {"temperature": (0.0, MAX_TEMPERATURE), "top_p": (0.0, 1.0)}
 SEED_RANGE = (-(1 << 63), (1 << 64) - 1)
 """What a client may ask for; as ``Sampling`` a negative seed is the unsigned number of the same 64 bits."""
 

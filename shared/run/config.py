@@ -91,6 +91,14 @@ class Line(msgspec.Struct, frozen=True):
     bytes: int
 
 
+class RequestDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the model's makers give a request that does not say it. ``max_tokens`` None: all that the context leaves."""
+
+    sampling: dict[str, float] = msgspec.field(default_factory=dict)
+    """By the names of the fields of ``Sampling``; those that are missing have no default of the model's."""
+    max_tokens: int | None = None
+
+
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A running group, complete: every process of it reads exactly this."""
 
@@ -119,6 +127,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The usage history of this model; None: none is read or written."""
     model_name: str = ""
     """The name under which the API offers the model."""
+    defaults: RequestDefaults = msgspec.field(default_factory=RequestDefaults)
+    """Of the model, for requests."""
     fingerprint: str = ""
     """Of the container: KV blocks and slots of another model are never reused."""
     heartbeat_s: float = 1.0

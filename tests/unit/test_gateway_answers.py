@@ -45,6 +45,7 @@ def test_stream_and_whole_say_the_same() -> None:
         whole = json.loads(shape.whole(DONE))
         choice = whole["choices"][0]
         assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        assert whole["sampling"] == chunks[0]["sampling"] == {"temperature": 1.0, "top_p": 1.0}
         assert (whole["seed"], whole["max_tokens"]) == (9, 50) == (chunks[0]["seed"], chunks[0]["max_tokens"])
         assert (
             choice["token_ids"]

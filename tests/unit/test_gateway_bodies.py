@@ -10,6 +10,7 @@ import pytest
 from services.gateway.bodies import NEUTRAL_ONLY, parse_chat, parse_completion
 from services.gateway.errors import ApiError
 from services.gateway.json_body import MAX_DEPTH
+from shared.run.config import RequestDefaults
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -39,6 +40,19 @@ def test_defaults() -> None:
     assert json.loads(submit.messages_json or b"") == HELLO
     assert submit.prompt is None
     assert submit.prompt_ids is None
+
+
+def test_the_models_defaults_are_those_of_a_request_that_names_none() -> None:
+    defaults = RequestDefaults({"temperature": 0.7, "top_p": 0.95}, max_tokens=20)
+    for parse, rest in ((parse_chat, {"messages": HELLO}), (parse_completion, {"prompt": "x"})):
+        for fields in ({}, {"temperature": None, "top_p": None, "max_tokens": None}):
+            submit = parse(json.dumps({**rest, **fields}).encode(), "id", defaults).submit
+            assert (submit.sampling.temperature, submit.sampling.top_p, submit.max_tokens) == (0.7, 0.95, 20)
+        named = {"temperature": 0, "top_p": 1, "max_tokens": 30}
+        submit = parse(json.dumps({**rest, **named}).encode(), "id", defaults).submit
+        assert (submit.sampling.temperature, submit.sampling.top_p, submit.max_tokens) == (0, 1, 30)
+    both = {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 8}
+    assert parse_chat(json.dumps(both).encode(), "id", defaults).submit.max_tokens == 8
 
 
 def test_null_is_the_same_as_absent() -> None:
