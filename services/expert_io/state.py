@@ -140,6 +140,16 @@ class StoreState:
         return self.table.n_used >= self._n_all
 
     @property
+    def is_computing(self) -> bool:
+        """An engine is at work."""
+        return bool(self._batches)
+
+    @property
+    def has_orphans(self) -> bool:
+        """An engine still works for a visit that was abandoned: it may write where the next one's results go."""
+        return bool(self._batches) and any(batch.visit is not self.visit for batch in self._batches.values())
+
+    @property
     def is_guessing_paused(self) -> bool:
         """Guesses can't tell the store anything, or are not worth it at present."""
         return self.has_all or not self.guessing.trial.is_on
@@ -200,7 +210,7 @@ class StoreState:
     def _free(self, event: Free) -> Iterable[Instruction]:
         """One piece of work at a time: experts that are there, then the shared one, then the sum."""
         visit = self.visit
-        if visit is None or self._has_orphans:
+        if visit is None or self.has_orphans:
             return ()
         if visit.rows is None:
             # Where experts will have to be read, the shared one fills the time of waiting for them.
@@ -228,11 +238,6 @@ class StoreState:
             return ()
         visit.n_shared_done = min(visit.n_rows, begin + SHARED_ROWS_PER_CALL)
         return (ComputeShared(self.stimulus, begin, visit.n_shared_done),)
-
-    @property
-    def _has_orphans(self) -> bool:
-        """An engine still works for a visit that was abandoned: it may write where the next one's results go."""
-        return bool(self._batches) and any(batch.visit is not self.visit for batch in self._batches.values())
 
     def _computed(self, event: Computed) -> Iterable[Instruction]:
         visit, experts, slots = self._batches.pop(event.tier)
