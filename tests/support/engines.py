@@ -53,6 +53,8 @@ class FakeDevice(ExpertEngine):
         self._cancelled: set[int] = set()
         self._work: tuple[Compute, Work, dict[int, tuple[Any, Any]]] | None = None
         self._n_computed = 0
+        self.is_stuck = False
+        """It computes and computes."""
         self.seen: set[str] = set()
         # Readable as long as it has anything to do.
         self._wakes, self._pulse = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -103,7 +105,7 @@ class FakeDevice(ExpertEngine):
         ready, self._reads = self._reads[:n_ready], self._reads[n_ready:]
         for order in ready:
             out.append(self._copy(order, now_ns))
-        if self._work and self._rng.random() < 0.5:
+        if self._work and not self.is_stuck and self._rng.random() < 0.5:
             out.append(self._compute(now_ns))
         if len(out) > 1:
             self.seen.add("several at once")
