@@ -17,14 +17,19 @@ import msgspec
 from services.gateway.errors import ApiError, invalid, short
 
 MAX_DEPTH: Final = 64
+MAX_NESTED: Final = 1 << 18
+MAX_VALUES: Final = 1 << 20
+"""Arrays and objects of one body, and commas in it: what is more makes nothing that could be answered, and takes seconds."""
 MAX_DIGITS: Final = 300
 BEYOND_INTEGERS: Final = "does not fit into 64 bits"
 CLAMPED: Final = ("max_tokens", "max_completion_tokens")
 """Where an integer may be as large as it likes."""
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-_NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[{]}")
+_STRING: Final = rb'"[^"\\]*(?:\\.[^"\\]*)*"?'
+_BRACKETS = re.compile(_STRING + rb"|[\[{\]}]", re.DOTALL)
+_COMMAS = re.compile(_STRING + rb"|,", re.DOTALL)
 _LONG_INTEGER = re.compile(rb"\d{19}")
+_WINDOW_BYTES: Final = 1 << 20
 _HALF_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # A JSON text begins with two ASCII characters, so where its first bytes are zero tells the encoding.
@@ -58,7 +63,7 @@ def decode_body(body: bytes) -> dict[str, Any]:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise invalid(None, f"the body is not UTF-8: {error.reason} at byte {error.start}", "invalid_json") from None
-    value = _decode(text, "the body", has_long=bool(_LONG_INTEGER.search(body)))
+    value = _decode(text, "the body", has_long=_has_long_integer(body))
     if not isinstance(value, dict):
         raise invalid(None, "the body must be a JSON object", "invalid_json")
     if _HALF_SURROGATE.search(body):
@@ -71,7 +76,7 @@ def decode_text(text: str, at: str) -> Any:
     body = text.encode()
     try:
         _check_depth(body)
-        value = _decode(text, "the text", has_long=bool(_LONG_INTEGER.search(body)))
+        value = _decode(text, "the text", has_long=_has_long_integer(body))
         if _HALF_SURROGATE.search(body):
             _check_surrogates(value)
     except ApiError as error:
@@ -80,17 +85,33 @@ def decode_text(text: str, at: str) -> Any:
 
 
 def _check_depth(body: bytes) -> None:
-    """Before any recursive decoder sees it."""
+    """Depth and number of values, before any decoder sees them. Loops, so that the event loop's thread gets its turns."""
+    if body.count(b",") > MAX_VALUES:
+        n_commas = 0
+        for match in _COMMAS.finditer(body):
+            n_commas += body[match.start()] == 0x2C
+            if n_commas > MAX_VALUES:
+                raise invalid(None, f"the JSON body has more than {MAX_VALUES:,} values", "invalid_json")
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    depth = 0
-    for bracket in _STRING.sub(b"", body).translate(None, _NO_BRACKETS):
+    depth = n_nested = 0
+    for match in _BRACKETS.finditer(body):
+        bracket = body[match.start()]
         if bracket in b"[{":
             depth += 1
+            n_nested += 1
             if depth > MAX_DEPTH:
                 raise invalid(None, f"the JSON body nests deeper than {MAX_DEPTH} levels", "invalid_json")
-        else:
+            if n_nested > MAX_NESTED:
+                raise invalid(None, f"the JSON body has more than {MAX_NESTED:,} arrays and objects", "invalid_json")
+        elif bracket in b"]}":
             depth -= 1
+
+
+def _has_long_integer(body: bytes) -> bool:
+    # In windows: a single search through megabytes would keep every other thread waiting.
+    starts = range(0, len(body), _WINDOW_BYTES)
+    return any(_LONG_INTEGER.search(body, start, start + _WINDOW_BYTES + 18) for start in starts)
 
 
 def _decode(text: str, what: str, *, has_long: bool) -> Any:

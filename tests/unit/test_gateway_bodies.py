@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -402,6 +404,48 @@ def test_an_empty_body_is_named() -> None:
     for body in (b"", b" \n"):
         with pytest.raises(ApiError, match="the body is empty"):
             parse_chat(body, "id")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"metadata": [' + b"[]," * 270_000 + b"[]]}", "more than 262,144 arrays and objects"),
+        (b'{"metadata": [' + b"1," * 1_100_000 + b"1]}", "more than 1,048,576 values"),
+        (b'{"messages": [' + b'{"role":"user","content":"a"},' * 70_000 + b"1]}", "at most 65536 messages"),
+    ],
+    ids=["arrays", "values", "messages"],
+)
+def test_bodies_of_very_many_parts_are_refused_before_they_cost_much(body: bytes, words: str) -> None:
+    with pytest.raises(ApiError, match=words) as caught:
+        parse_chat(body, "id")
+    assert caught.value.status == 400
+
+
+def test_commas_and_brackets_in_strings_are_no_parts() -> None:
+    text = ",[{" * 700_000
+    assert completion(prompt=text).submit.prompt == text
+
+
+def test_other_threads_get_their_turns_while_a_large_body_is_parsed() -> None:
+    """Streams of others live in the event loop's thread."""
+    body = b'{"messages": [' + b",".join([b'{"role":"user","content":"a"}'] * 400_000) + b"]}"
+    longest, is_over = 0.0, threading.Event()
+
+    def watch() -> None:
+        nonlocal longest
+        last = time.monotonic()
+        while not is_over.is_set():
+            time.sleep(0.005)
+            now = time.monotonic()
+            longest, last = max(longest, now - last), now
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    with pytest.raises(ApiError):
+        parse_chat(body, "id")
+    is_over.set()
+    watcher.join()
+    assert longest < 0.5
 
 
 def test_nul_and_long_lines_are_text() -> None:
