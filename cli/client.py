@@ -55,20 +55,20 @@ def open_session(
     ``record_routing``: the trace file of a group that is started here; one that runs already can't begin to record.
     """
     if record_routing is not None:
-        record_routing = str(Path(record_routing).expanduser().absolute())
+        record_routing = str(Path(os.path.expanduser(record_routing)).absolute())
     if url is not None:
         if record_routing is not None:
             raise ConfigError("a server elsewhere can't be told to record; start it with colibri-up --record-routing")
-        yield Session(Client(url), Path(run_dir).expanduser() if run_dir else None)
+        yield Session(Client(url), Path(os.path.expanduser(run_dir)) if run_dir else None)
         return
-    directory = Path(run_dir).expanduser().absolute() if run_dir else default_run_dir()
+    directory = Path(os.path.expanduser(run_dir)).absolute() if run_dir else default_run_dir()
     found = _await_group(directory)
     if found is not None:
-        if model and not os.path.isdir(Path(model).expanduser()):
+        if model and not os.path.isdir(Path(os.path.expanduser(model))):
             from shared.container.recognise import why_no_container  # brings numpy
 
             raise ConfigError(why_no_container(model))
-        if model and os.path.realpath(Path(model).expanduser()) != os.path.realpath(found[0].model_dir):
+        if model and os.path.realpath(Path(os.path.expanduser(model))) != os.path.realpath(found[0].model_dir):
             raise ConfigError(
                 f"the group in {directory} runs {found[0].model_dir}, not {model};"
                 f" stop it with colibri-up --stop, or choose another --run-dir"

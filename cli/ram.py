@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def command(size: str | None, run_dir: str | None, is_json: bool) -> None:
     the slots keeps its size until the next start.
     """
     n_bytes = parse_bytes(size, "size") if size is not None else 0
-    directory = Path(run_dir).expanduser().absolute() if run_dir else default_run_dir()
+    directory = Path(os.path.expanduser(run_dir)).absolute() if run_dir else default_run_dir()
     config = running.running_config(directory)
     ram = _ask(config, n_bytes)
     if ram.refusal:

@@ -185,7 +185,14 @@ class Conversion:
             raise ContainerError(f"{self.source / name} can't be read: {error.strerror}.") from None
 
     def _refuse_foreign_layouts(self) -> None:
-        found = find_foreign({name: tensor.entry for name, tensor in self.checkpoint.tensors.items()})
+        wanted = {self._source(item).name for file in self.plan.dense for item in file.items}
+        wanted |= {
+            name
+            for layer in self.plan.experts
+            for e in range(layer.n_experts)
+            for name, _ in self._expert_sources(layer, e)
+        }
+        found = find_foreign({name: tensor.entry for name, tensor in self.checkpoint.tensors.items()}, wanted)
         if found:
             raise ContainerError(
                 f"{self.checkpoint.where(found.tensor)}: this checkpoint is in a layout that is not understood: {found.what}. "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from shared.container.safetensors_file import TensorEntry
@@ -23,11 +23,13 @@ class Foreign(NamedTuple):
     remedy: str
 
 
-def find_foreign(tensors: Mapping[str, TensorEntry]) -> Foreign | None:
-    """The first layout, by the order of what is most telling, that these tensors are in and nothing here reads."""
+def find_foreign(tensors: Mapping[str, TensorEntry], wanted: Collection[str]) -> Foreign | None:
+    """The first layout, by the order of what is most telling, that tensors beside the ``wanted`` ones speak of."""
     by_suffix: dict[str, str] = {}
     fused = ""
     for name in tensors:
+        if name in wanted:
+            continue
         by_suffix.setdefault(name.rpartition(".")[2], name)
         if not fused and re.search(r"\.experts\.(?!\d+\.|shared)", name):
             fused = name

@@ -66,13 +66,13 @@ class Plan:
 
 def run_dir_of(settings: Settings) -> Path:
     """The run directory that was asked for, or the user's default one."""
-    return Path(settings.run_dir).expanduser().absolute() if settings.run_dir else default_run_dir()
+    return Path(os.path.expanduser(settings.run_dir)).absolute() if settings.run_dir else default_run_dir()
 
 
 def model_dir_of(settings: Settings) -> Path:
     """The model directory that was asked for, or the embedded model's."""
     if settings.model:
-        path = Path(settings.model).expanduser().absolute()
+        path = Path(os.path.expanduser(settings.model)).absolute()
         if not os.path.isdir(path):
             from shared.container.recognise import why_no_container
 
@@ -123,7 +123,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     from shared.planning.rates import chunk_for
 
     model_dir = model_dir_of(settings)
-    mirrors = tuple(str(Path(text).expanduser().absolute()) for text in settings.mirror)
+    mirrors = tuple(str(Path(os.path.expanduser(text)).absolute()) for text in settings.mirror)
     container = Container.open(model_dir, mirrors)
     facts = container.facts()
     drives = _drives(container, settings, report)
@@ -203,7 +203,7 @@ def _drives(container: Container, settings: Settings, report: Callable[[str], No
 
 def _path_or_none(text: str) -> str | None:
     """An absolute path: services work in the run directory."""
-    return str(Path(text).expanduser().absolute()) if text else None
+    return str(Path(os.path.expanduser(text)).absolute()) if text else None
 
 
 def create_segments(plan: Plan) -> None:

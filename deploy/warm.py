@@ -5,6 +5,7 @@ Decides before anything is created, from sizes alone. Prints nothing; ``notes`` 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,7 +110,7 @@ def _places(huge_dir: str, first: list[Path], notes: list[str]) -> list[Place]:
     if huge_dir == "off":
         return []
     if huge_dir != "auto":
-        place = probe_place(Path(huge_dir).expanduser().absolute())
+        place = probe_place(Path(os.path.expanduser(huge_dir)).absolute())
         if place.problem:
             raise ConfigError(
                 f"huge_dir: {place.problem}; name a directory of a tmpfs or hugetlbfs, or take auto or off"

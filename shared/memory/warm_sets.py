@@ -64,7 +64,7 @@ class WarmSet:
 
 def known_dirs(huge_dir: str) -> list[Path]:
     """Where warm sets may lie: the directory that was asked for, and all that could give huge pages."""
-    asked = [] if huge_dir in ("auto", "off") else [Path(huge_dir).expanduser().absolute()]
+    asked = [] if huge_dir in ("auto", "off") else [Path(os.path.expanduser(huge_dir)).absolute()]
     return list(dict.fromkeys([*asked, *candidate_dirs()]))
 
 

@@ -69,6 +69,7 @@ def test_convert_prints_the_plan_and_is_repeatable(tmp_path: Path) -> None:
     assert "expert q4" in first
     assert "mtp q8" in first
     assert "F8_E4M3" in first
+    assert "has no tokenizer.json: requests must give token ids" in run.stdout
     before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.iterdir()}
     again = colibri("convert", oracle_dir("glm_moe_dsa_fp8"), out)
     assert again.returncode == 0
@@ -97,6 +98,20 @@ def test_convert_refuses_with_a_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_convert_without_the_mtp_layer(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    shutil.copytree(oracle_dir("deepseek_v32"), source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    assert "--no-mtp" in fails(78, "convert", source, tmp_path / "out")
+    run = colibri("convert", source, tmp_path / "out", "--no-mtp")
+    assert run.returncode == 0, run.stderr
+    assert Container.open(tmp_path / "out").spec.n_mtp == 0
+    run = colibri("verify", tmp_path / "out", "--against", source)
+    assert run.returncode == 0, run.stderr
+    assert "is what it was made from" in run.stdout
+
+
 def test_source_that_is_its_own_output(tmp_path: Path) -> None:
     source = tmp_path / "in"
     shutil.copytree(oracle_dir("deepseek_v3"), source)
@@ -114,7 +129,9 @@ def test_tokenizer_and_template_are_copied_and_code_is_not(tmp_path: Path) -> No
         "pytorch_model.bin",
     ):
         (source / name).write_text(name)
-    assert colibri("convert", source, tmp_path / "out", "--precision", "f32").returncode == 0
+    run = colibri("convert", source, tmp_path / "out", "--precision", "f32")
+    assert run.returncode == 0, run.stderr
+    assert "token ids" not in run.stdout
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {
         "tokenizer.json",

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from cli.doctor import budget, command, drive, memory, pages, processor
+from cli.doctor import budget, command, drive, memory, pages, processor, tokenizer
 from cli.doctor.finding import Case
+from conversion.synth import Synthesis, preset_config
+from shared.container.reader import Container
 from shared.machine.drive import BUFFERED, DEFAULT, DriveProfile, Mount, profile_of
 from shared.machine.memory_probe import MemoryProbe
 from shared.memory.huge_pages import SHM_DIR, Place
@@ -127,3 +129,13 @@ def test_the_command_looks_at_this_machine(tmp_path: Path, monkeypatch: pytest.M
     plain = CliRunner().invoke(command.command, ["--json"])
     assert {entry["verdict"] for entry in json.loads(plain.output)} <= {"good", "fair", "poor"}
     assert CliRunner().invoke(command.command, ["--measure"]).exit_code == 2
+
+
+def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    Synthesis(preset_config("tiny", 2), "int4").run(tmp_path / "m")
+    (found,) = tokenizer.look(Case(Container.open(tmp_path / "m")))
+    assert found.verdict == "poor" and "tokenizer.json" in found.advice and "token ids" in found.advice
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    (found,) = tokenizer.look(Case(Container.open(tmp_path / "m")))
+    assert found.verdict == "good"
+    assert tokenizer.look(Case(None)) == []

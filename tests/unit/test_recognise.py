@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from conversion.convert import Conversion
+from conversion.synth import Synthesis, preset_config
+from deploy.launch import make_plan, model_dir_of
 from shared.container.reader import Container
 from shared.container.recognise import shard_names, why_no_checkpoint, why_no_container
-from shared.errors import ContainerError
+from shared.errors import ConfigError, ContainerError
+from shared.run.config import Settings
 from tests.oracle import oracle_dir
 
 
@@ -92,3 +95,20 @@ def test_a_checkpoint_is_checked_for_its_family_first(tmp_path: Path) -> None:
 def test_hidden_files_are_no_shards() -> None:
     names = ["b.safetensors", "._a.safetensors", ".DS_Store", "lost+found", "a.safetensors", "a.safetensors.index.json"]
     assert shard_names(names) == ["a.safetensors", "b.safetensors"]
+
+
+def test_a_start_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in ("zai-org/GLM-5.2", "model.gguf", "~no-such-user/model"):
+        with pytest.raises(ConfigError, match="is not a directory"):
+            model_dir_of(Settings(model=text))
+    with pytest.raises(ConfigError, match=r"hf download zai-org/GLM-5\.2 "):
+        model_dir_of(Settings(model="zai-org/GLM-5.2"))
+
+
+def test_a_start_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    Synthesis(preset_config("tiny", 2), "int4").run(tmp_path / "model")
+    settings = Settings(model=str(tmp_path / "model"), huge_dir="off")
+    assert any("has no tokenizer.json" in note for note in make_plan(settings, tmp_path, 0).notes)
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    assert not any("tokenizer" in note for note in make_plan(settings, tmp_path, 0).notes)
