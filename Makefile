@@ -12,7 +12,7 @@ PROMPT   ?= Tell me a story about a small bird.
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv kernels run test test-all cross check bench schema clean
+.PHONY: help venv kernels run test test-all cross check bench template schema clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -56,6 +56,9 @@ check: $(STAMP) $(KERNELS) ## format, lint, types, import contracts, message con
 
 bench: $(STAMP) $(KERNELS) ## measure this machine and the kernels on it (minutes; nothing else should run)
 	@$(VENV)/bin/colibri bench kernels
+
+template: $(STAMP) ## rewrite deploy/colibri.toml from the declarations of the settings
+	@$(PY) -m shared.run.config
 
 schema: $(STAMP) ## rewrite the golden message bytes (fails unless SCHEMA_VERSION was raised)
 	@$(PY) -m tests.contract.golden

@@ -10,7 +10,7 @@ import click
 from cli.options import PATH, SIZE
 from native.library import ISAS, NativeError
 from shared.errors import EXIT_FAULT, EXIT_OK, ConfigError
-from shared.run.config import parse_bytes
+from shared.run.sizes import parse_bytes
 from shared.run.terminal import complain, say, say_json
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import click
 from cli.options import ABOVE_ZERO, PATH, SIZE
 from shared.container.mirror import drive_of, total_rate
 from shared.container.reader import Container
-from shared.run.config import parse_bytes
+from shared.run.sizes import parse_bytes
 from shared.run.terminal import complain, say
 
 if TYPE_CHECKING:

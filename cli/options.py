@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import click
 
 from shared.errors import ConfigError
 from shared.messages.router import MAX_TEMPERATURE, SEED_RANGE
-from shared.run.config import parse_bytes
+from shared.run.config import Settings
+from shared.run.settings import declared
+from shared.run.sizes import parse_bytes
 
 
 class FiniteRange(click.FloatRange):
@@ -52,6 +55,18 @@ SIZE = GivenSize()
 PATH = GivenPath(path_type=Path)
 PATH_TEXT = GivenPath()
 """The same as text, for what is handed on."""
+
+
+def setting(name: str, flag: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An option that is a setting of a group, as it is declared; ``load_settings`` checks its text."""
+    each = next(each for each in declared(Settings) if each.name == name)
+    return click.option(
+        flag or each.flag,
+        name,
+        metavar=each.metavar,
+        help=f"{each.setting.sentence[0].upper()}{each.setting.sentence[1:]}.",
+    )
+
 
 MODEL = click.option(
     "--model", metavar="DIR", type=PATH_TEXT, help="Model to start when no group is running; default the embedded one."

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cli.options import ABOVE_ZERO, PATH, PATH_TEXT, SIZE
+from cli.options import ABOVE_ZERO, PATH, PATH_TEXT, SIZE, setting
 from native.library import default_threads
 from shared.container.format import DEFAULT_PRECISION, INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.mirror import drives_words, number_drives
@@ -23,7 +23,8 @@ from shared.planning.drive_probe import drives_of
 from shared.planning.ledger import DEFAULT_CHUNK, make_ledger
 from shared.planning.rates import chunk_for, memory_rate
 from shared.planning.speed import Speed, predict_speed
-from shared.run.config import load_settings, parse_bytes
+from shared.run.config import load_settings
+from shared.run.sizes import parse_bytes
 from shared.run.terminal import complain, say
 
 
@@ -35,12 +36,12 @@ from shared.run.terminal import complain, say
     type=click.Choice(list(PRECISIONS)),
     help=f"For a checkpoint: as if converted to this. Default: {DEFAULT_PRECISION}.",
 )
-@click.option("--slots", help="Expert slots in all; all: as many as fit.")
-@click.option("--context", "max_context", type=click.IntRange(1), help="Tokens per sequence.")
-@click.option("--sequences", "max_sequences", type=click.IntRange(1), help="Sequences at the same time.")
-@click.option("--prefill-chunk", type=click.IntRange(1), help="Prompt tokens per step.")
-@click.option("--kv-dtype", type=click.Choice(["f32", "bf16"]), help="Precision of the KV cache.")
-@click.option("--draft", help="auto, off or a number of tokens.")
+@setting("slots")
+@setting("max_context", "--context")
+@setting("max_sequences", "--sequences")
+@setting("prefill_chunk")
+@setting("kv_dtype")
+@setting("draft")
 @click.option(
     "--mirror",
     "mirrors",
@@ -64,8 +65,8 @@ def command(
 
     colibri-up uses the same computation. Also shows what speed to expect; drive and memory are measured unless given.
     """
-    spec, facts, container = _facts(model, precision, mirrors)
     chosen = load_settings(None, {"ram": ram, **settings})
+    spec, facts, container = _facts(model, precision, mirrors)
     probe = probe_memory()
     available, shm, source = probe.available_bytes, probe.shm_bytes, probe.source
     if assume is not None:

@@ -16,7 +16,8 @@ from shared.memory.segments import run_bytes
 from shared.messages import control
 from shared.planning.ledger import GROUP, SHARED, ledger_table, slots_line
 from shared.run import running
-from shared.run.config import LOCK_NAME, GroupConfig, Line, parse_bytes
+from shared.run.config import LOCK_NAME, GroupConfig, Line
+from shared.run.sizes import parse_bytes
 from shared.run.terminal import say, say_json
 from shared.wire.control_plane import ControlClient
 from shared.wire.endpoints import EXPERT_IO, Endpoints, default_run_dir

@@ -24,7 +24,7 @@ from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
 from shared.messages import control
 from shared.run import running
 from shared.run.child import child_environment, python_command
-from shared.run.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked
+from shared.run.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked, passed_on
 from shared.run.lifecycle import read_last_words
 from shared.wire.endpoints import DRAFTER, Endpoints, default_run_dir
 
@@ -147,6 +147,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     ledger = warm.ledger
     usage = usage_path(container.fingerprint) if settings.usage_history else None
     config = GroupConfig(
+        **passed_on(settings),
         run_id=secrets.token_hex(4),
         run_dir=str(run_dir),
         model_dir=str(model_dir),
@@ -162,10 +163,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         n_experts=ledger.n_experts,
         memory=ledger.fixed,
         n_threads=ledger.n_threads,
-        kv_dtype=settings.kv_dtype,
         prefill_chunk=ledger.prefill_chunk,
-        pilot=settings.pilot,
-        cache_policy=settings.cache_policy,
         usage_path=str(usage) if usage else None,
         n_drafts=ledger.n_drafts,
         max_sequences=ledger.max_sequences,
@@ -175,10 +173,6 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         logit_rows=ledger.logit_rows,
         record_logits=_path_or_none(settings.record_logits),
         record_routing=_path_or_none(settings.record_routing),
-        transport=settings.transport,
-        heartbeat_s=settings.heartbeat_s,
-        drain_s=settings.drain_s,
-        stall_s=settings.stall_s,
         direct_io="off" if settings.direct_io == "auto" and not drive.setting.is_direct else settings.direct_io,
         read_engine="uring" if drive.setting.engine == "uring" else "threads",
         read_depth=drive.setting.depth,

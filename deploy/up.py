@@ -17,33 +17,12 @@ from typing import Any, NoReturn
 from native.errors import LibraryError
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError, ConfigError
 from shared.run.config import Settings, load_settings
+from shared.run.settings import add_flags, declared
 from shared.run.terminal import complain, make_streams_safe, say, say_json
-
-SETTING_FLAGS = (
-    "run_dir",
-    "host",
-    "port",
-    "ram",
-    "slots",
-    "threads",
-    "kv_dtype",
-    "prefill_chunk",
-    "pilot",
-    "cache_policy",
-    "usage_history",
-    "draft",
-    "max_context",
-    "max_sequences",
-    "record_logits",
-    "record_routing",
-    "mirror",
-    "huge_dir",
-    "transport",
-)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All flags. None of the settings has a default here: that is the TOML file's and ``Settings``' business."""
+    """All flags: what to do, and the settings as they are declared."""
     parser = _Parser(
         prog="colibri-up",
         description="Start the Colibri process group on a model directory (without one: the embedded model).",
@@ -51,61 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="model directory, made by `colibri convert`")
-    add("--run-dir", metavar="DIR", help="sockets, logs and configuration of this group (default: one per user)")
-    add("--host", help="address to listen on (default 127.0.0.1)")
-    add("--port", type=int, help="port to listen on (default 8484; 0: any free one)")
-    add("--ram", metavar="SIZE", help="memory for the whole group, e.g. 12G (default: a share of what is available)")
-    add(
-        "--slots",
-        metavar="N|all",
-        help="expert slots in all, at least gate_k + 1; all: as many as fit, and say what is missing (default: as many as fit)",
-    )
-    add("--threads", type=int, help="compute threads (default: the usable CPUs)")
-    add("--kv-dtype", choices=("f32", "bf16"), help="precision of the KV cache (default bf16)")
-    add("--prefill-chunk", type=int, metavar="N", help="prompt tokens per step (default: from the memory)")
-    add(
-        "--pilot",
-        choices=("on", "off", "random"),
-        help="prefetch of predicted experts (default on; never changes text)",
-    )
-    add(
-        "--transport",
-        choices=("auto", "zmq", "datagram"),
-        help="between the engine's services (default auto: datagrams on one host; never changes text)",
-    )
-    add(
-        "--cache-policy",
-        choices=("next-use", "lfu", "slru", "lru"),
-        help="which expert leaves its slot for another (default next-use; never changes text)",
-    )
-    add(
-        "--no-usage-history",
-        dest="usage_history",
-        action="store_const",
-        const=False,
-        help="neither read nor write which experts were used in earlier runs",
-    )
-    add("--draft", metavar="auto|off|N", help="speculative tokens per step (default auto; never changes text)")
-    add(
-        "--max-context",
-        type=int,
-        metavar="N",
-        help="tokens per sequence (default: the model's limit, if memory allows)",
-    )
-    add("--max-sequences", type=int, metavar="N", help="sequences computed at the same time (default 4)")
-    add("--record-logits", metavar="FILE", help="append the logits of every step to FILE (for tests)")
-    add("--record-routing", metavar="FILE", help="append which experts are chosen to FILE, for `colibri cache-sim`")
-    add(
-        "--mirror",
-        action="append",
-        metavar="DIR",
-        help="also read experts from the copies in DIR, on another drive (`colibri mirror stage`); may be repeated",
-    )
-    add(
-        "--huge-dir",
-        metavar="DIR|auto|off",
-        help="where weights survive a restart: a directory of a memory file system (default auto: one with huge pages)",
-    )
+    add_flags(parser.add_argument_group("settings").add_argument, declared(Settings))
     add("--config", metavar="FILE", help="settings from a TOML file; flags win over it")
     add("--daemon", action="store_true", help="return when the group is ready and leave it running")
     add("--status", action="store_true", help="show the group of this run directory")
@@ -131,10 +56,9 @@ def run(argv: list[str]) -> int:
     args = make_parser().parse_args(argv)
     signals = _Signals()
     try:
-        overrides: dict[str, Any] = {flag: getattr(args, flag) for flag in SETTING_FLAGS}
-        overrides["model"] = args.model
-        settings = load_settings(args.config, overrides)
         _check_combination(args)
+        names = [each.name for each in declared(Settings) if hasattr(args, each.name)]
+        settings = load_settings(args.config, {name: getattr(args, name) for name in names})
         if args.status:
             return _status(settings, args.json)
         if args.stop:

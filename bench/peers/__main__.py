@@ -35,7 +35,7 @@ from native.memory import HugeBuffer
 from native.probe import read_rate
 from shared.container.format import INDEX_NAME
 from shared.errors import ColibriError
-from shared.run.config import parse_bytes
+from shared.run.sizes import parse_bytes
 from shared.run.terminal import complain, say, say_json
 
 PLAIN_BYTES = 256 * MIB

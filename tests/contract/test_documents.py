@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.up import make_parser
-from shared.run.config import Settings
+from shared.run.config import Settings, settings_template
 from shared.wire.endpoints import SERVICES
 from tests.contract import golden
 
@@ -65,10 +65,14 @@ def test_flags_are_the_settings() -> None:
         *("help", "config", "daemon", "status", "json", "stop", "keep_warm", "drop_warm")
     }
     settings = {name.replace("ram_bytes", "ram") for name in Settings.__struct_fields__}
-    only_in_file = {"direct_io", "embedding", "heartbeat_s", "drain_s", "stall_s"}
+    only_in_file = {"direct_io", "embedding", "transport", "heartbeat_s", "drain_s", "stall_s"}
     assert flags == settings - only_in_file
 
 
-@pytest.mark.parametrize("target", ["run", "test", "check", "bench", "schema", "clean", "help", "venv"])
+def test_the_template_is_what_the_declarations_say() -> None:
+    assert (ROOT / "deploy" / "colibri.toml").read_text() == settings_template(), "run `make template`"
+
+
+@pytest.mark.parametrize("target", ["run", "test", "check", "bench", "template", "schema", "clean", "help", "venv"])
 def test_makefile_has_its_targets(target: str) -> None:
     assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)

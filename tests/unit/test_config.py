@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from shared.errors import ConfigError
-from shared.run.config import GroupConfig, Settings, freeze, load_frozen, load_settings, parse_bytes
+from shared.run.config import GroupConfig, Settings, freeze, load_frozen, load_settings
+from shared.run.sizes import parse_bytes
 
 
 def write(path: Path, text: str) -> Path:
