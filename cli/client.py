@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from shared.errors import ColibriError, ConfigError
+from shared.messages.control import ServiceState
 from shared.run.child import child_environment, python_command
 from shared.run.client import Client, ask_status, find_group
 from shared.run.config import GroupConfig, is_locked
@@ -106,7 +107,7 @@ def _await_group(directory: Path) -> tuple[GroupConfig, str] | None:
 def _can_answer(config: GroupConfig) -> bool:
     """Whether waiting is useless: it is ready, or on its way out and will say so itself."""
     status = ask_status(config)
-    return status is not None and (status.is_ready or any(s.state == "draining" for s in status.services))
+    return status is not None and (status.is_ready or any(s.state == ServiceState.DRAINING for s in status.services))
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from deploy import rundir
 from deploy.supervisor_conf import render, services_of
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
 from shared.messages import control
+from shared.messages.control import ServiceState
 from shared.run import running
 from shared.run.child import child_environment, python_command
 from shared.run.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked, passed_on
@@ -445,11 +446,12 @@ def describe(run_dir: Path) -> dict[str, Any]:
         entry = found.get("services", {}).get(name, {})
         seen = heard.get(name)
         is_same = seen is not None and seen.pid == entry.get("pid")
+        unheard = ServiceState.STARTING if entry.get("pid") else ServiceState.ABSENT
         services.append(
             {
                 "name": name,
                 "pid": entry.get("pid", 0),
-                "state": seen.state if seen is not None and is_same else ("starting" if entry.get("pid") else "absent"),
+                "state": seen.state if seen is not None and is_same else unheard,
                 "incarnation": seen.incarnation if seen is not None and is_same else entry.get("n_starts", 0),
                 "stage": seen.stage if seen is not None and is_same else "",
                 "heartbeat_age_s": seen.heartbeat_age_s if seen is not None and is_same else None,

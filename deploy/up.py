@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from native.errors import LibraryError
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError, ConfigError
+from shared.messages.control import ServiceState
 from shared.run.config import Settings, load_settings
 from shared.run.settings import add_flags, declared
 from shared.run.terminal import complain, make_streams_safe, say, say_json
@@ -193,7 +194,7 @@ def _report_until_ready(group: Any, signals: _Signals) -> None:
             return
         for service in status.services if status else ():
             words = service.state + (f": {service.stage}" if service.stage else "")
-            if words not in ("absent", "starting") and said.get(service.service) != words:
+            if words not in (ServiceState.ABSENT, ServiceState.STARTING) and said.get(service.service) != words:
                 said[service.service] = words
                 _say(f"  {service.service:10} {words}")
 

@@ -1,4 +1,4 @@
-"""The exceptions of the project, used in every process; imports nothing.
+"""The exceptions of the project and the codes that clients are told, used in every process; imports nothing of ours.
 
     ColibriError
       ConfigError            a setting is unknown, of a wrong type or impossible; nothing was started
@@ -17,9 +17,59 @@ expected, what was found, what to change.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 EXIT_OK = 0
 EXIT_FAULT = 70
 EXIT_CONFIG = 78
+
+
+class ErrorCode(StrEnum):
+    """What programs read of an error that a client is told; docs/api.md explains each. Travels in messages."""
+
+    # the request
+    INVALID_HTTP = "invalid_http"
+    INVALID_JSON = "invalid_json"
+    INVALID_REQUEST = "invalid_request"
+    INVALID_TYPE = "invalid_type"
+    INVALID_VALUE = "invalid_value"
+    MISSING_FIELD = "missing_field"
+    UNSUPPORTED_CONTENT = "unsupported_content"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
+    UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    BODY_INCOMPLETE = "body_incomplete"
+    BODY_TIMEOUT = "body_timeout"
+    BODY_TOO_LARGE = "body_too_large"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    REQUEST_TIMEOUT = "request_timeout"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    MODEL_NOT_FOUND = "model_not_found"
+    DUPLICATE_REQUEST = "duplicate_request"
+    # what this model can't do
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    EMPTY_PROMPT = "empty_prompt"
+    INVALID_TOKEN = "invalid_token"
+    NO_CHAT_TEMPLATE = "no_chat_template"
+    NO_TOKENIZER = "no_tokenizer"
+    TEMPLATE_ERROR = "template_error"
+    # try again
+    BUSY = "busy"
+    QUEUE_FULL = "queue_full"
+    NOT_READY = "not_ready"
+    SHUTTING_DOWN = "shutting_down"
+    ROUTER_LOST = "router_lost"
+    ABORTED = "aborted"
+    # an answer that could not be completed
+    EMBEDDING_READ_FAILED = "embedding_read_failed"
+    EXPERT_READ_FAILED = "expert_read_failed"
+    EXPERT_CHECKSUM_MISMATCH = "expert_checksum_mismatch"
+    KERNEL_FAILED = "kernel_failed"
+    NON_FINITE = "non_finite"
+    STEP_LOST = "step_lost"
+    STREAM_BROKEN = "stream_broken"
+    ENGINE_ERROR = "engine_error"
+    FAULT = "fault"
 
 
 class ColibriError(Exception):
@@ -71,7 +121,9 @@ class PeerLost(ColibriError):
 class Refused(ColibriError):
     """A request is not accepted. ``status``: HTTP status; ``code``: machine-readable; ``param``: the culprit or ''."""
 
-    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", param: str = "") -> None:
+    def __init__(
+        self, message: str, *, status: int = 400, code: ErrorCode = ErrorCode.INVALID_REQUEST, param: str = ""
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code

@@ -16,6 +16,7 @@ from native.kernels import ffn_forward, linear, rmsnorm
 from native.library import NativeError, Pool, dispatch_text
 from services.attention.weights import DenseWeights
 from shared.container.layer_weights import attention_step
+from shared.errors import ErrorCode
 from shared.memory.big_memory import Home
 from shared.memory.segments import Segment
 from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned, StepPlan
@@ -97,7 +98,7 @@ class AttentionService(Service):
             try:
                 self._help_drafter(msg)
             except NativeError as error:
-                failed = LayerFailed(msg.step, self._spec.mtp_layer, (), "kernel_failed", str(error))
+                failed = LayerFailed(msg.step, self._spec.mtp_layer, (), ErrorCode.KERNEL_FAILED, str(error))
                 self._bus.post("router", failed)
         elif isinstance(msg, StepAbandoned) and self._run and self._run.plan.step < msg.before:
             self._run = None
@@ -155,7 +156,7 @@ class AttentionService(Service):
     def _fail(self, error: NativeError) -> None:
         run, self._run = self._run, None
         if run:
-            self._bus.post("router", LayerFailed(run.plan.step, run.layer, (), "kernel_failed", str(error)))
+            self._bus.post("router", LayerFailed(run.plan.step, run.layer, (), ErrorCode.KERNEL_FAILED, str(error)))
 
     # -- layers ----------------------------------------------------------------------------------------------
 
@@ -207,5 +208,5 @@ class AttentionService(Service):
         faults = self._weights.embed(frame.token[:n_rows], out[:n_rows])
         for sentence, rows in faults.items():
             self._ctx.log.error("embedding_read_failed", reason=sentence)
-            self._bus.post("router", LayerFailed(step, EMBEDDING, rows, "embedding_read_failed", sentence))
+            self._bus.post("router", LayerFailed(step, EMBEDDING, rows, ErrorCode.EMBEDDING_READ_FAILED, sentence))
         return len(faults)

@@ -19,6 +19,7 @@ from native.library import NativeError, Pool, dispatch_text
 from native.sampling import sample
 from services.drafter.mtp import MtpLayer
 from shared.container.reader import Container
+from shared.errors import ErrorCode
 from shared.memory.big_memory import Home
 from shared.memory.segments import Segment
 from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned
@@ -117,7 +118,7 @@ class DrafterService(Service):
         except NativeError as error:
             self._draft = None
             step = draft.step if draft else getattr(msg, "step", 0)
-            self._bus.post("router", LayerFailed(step, self._spec.mtp_layer, (), "kernel_failed", str(error)))
+            self._bus.post("router", LayerFailed(step, self._spec.mtp_layer, (), ErrorCode.KERNEL_FAILED, str(error)))
 
     def _begin(self, msg: DraftWanted) -> None:
         frame = self._frames.frame(msg.frame)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from shared.errors import ErrorCode
 from shared.experts.residency import Key
 
 
@@ -64,7 +65,7 @@ class ReadLanded(Event, frozen=True, gc=False):
 class ReadFailed(ReadLanded, frozen=True, gc=False):
     """No copy of the record could be read; ``message`` is a sentence with numbers and remedy."""
 
-    code: str
+    code: ErrorCode
     message: str
 
 
@@ -82,7 +83,7 @@ class Computed(Event, frozen=True, gc=False):
 class ComputeFailed(Computed, frozen=True, gc=False):
     """An engine could not compute these; the rows that want them can't go on."""
 
-    code: str
+    code: ErrorCode
     message: str
 
 
@@ -182,7 +183,7 @@ class FailExpert(Instruction, frozen=True, gc=False):
     """An expert can't be had. ``is_wanted``: the rows of the visit that want it end with this error."""
 
     key: Key
-    code: str
+    code: ErrorCode
     message: str
     is_wanted: bool
     story: str

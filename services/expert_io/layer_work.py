@@ -17,6 +17,7 @@ from services.expert_io.engine import Work
 from shared.container.format import owner_of
 from shared.container.layer_weights import DensePart, ffn_of
 from shared.container.reader import Container
+from shared.errors import ErrorCode
 from shared.memory.big_memory import SHARED_EXPERTS, Home
 from shared.messages.layer import HiddenReady
 from shared.model.spec import ModelSpec
@@ -53,7 +54,7 @@ class Failure(NamedTuple):
     """Why a row can't go on; ``expert`` -1 where it is not a read that failed."""
 
     expert: int
-    code: str
+    code: ErrorCode
     message: str
 
 
@@ -61,7 +62,7 @@ class Fault(NamedTuple):
     """Rows that have no true result, for one reason."""
 
     rows: tuple[int, ...]
-    code: str
+    code: ErrorCode
     message: str
 
 
@@ -175,7 +176,7 @@ class LayerWork:
             self._pool, ffn, self._of_frame.hidden.part(begin, end), self._shared_out.part(begin, end), add=False
         )
 
-    def fail(self, expert: int, code: str, message: str) -> None:
+    def fail(self, expert: int, code: ErrorCode, message: str) -> None:
         """The rows that want this expert can't go on."""
         failure = Failure(expert, code, message)
         for row in self.rows_of(expert).tolist():
@@ -229,4 +230,4 @@ class LayerWork:
             who = f"expert {int(frame.gate_id[row, culprits[0]])}" if len(culprits) else "the shared expert or the sum"
             frame.mixed[row] = 0.0
             words = f"The output of {who} in layer {self.layer} is not finite for one row. The request was ended; others go on."
-            self.failed_rows.setdefault(row, Failure(-1, "non_finite", words))
+            self.failed_rows.setdefault(row, Failure(-1, ErrorCode.NON_FINITE, words))

@@ -15,7 +15,7 @@ from services.expert_io.events import ReadCancelled, ReadFailed, ReadLanded
 from services.expert_io.slab import Slab
 from services.expert_io.sources import RecordSources, Source
 from shared.container.reader import Container
-from shared.errors import StoreError
+from shared.errors import ErrorCode, StoreError
 from shared.experts.residency import Key
 from shared.memory.big_memory import Home, content_of
 
@@ -172,7 +172,7 @@ class SlotReads:
             reason = f"expected {done.wanted} bytes, received {done.bytes} ({os.strerror(done.error)})"
             self.sources.failed(source, reason)
             return (
-                "expert_read_failed",
+                ErrorCode.EXPERT_READ_FAILED,
                 f"Reading {where}: {reason}. Run `colibri verify` on the model directory and check the drive.",
             )
         if not self.sources.is_verified(source, key):
@@ -181,7 +181,7 @@ class SlotReads:
             if found != expected:
                 self.sources.found_damaged(source, key, f"its checksum is {found}, expected {expected}")
                 return (
-                    "expert_checksum_mismatch",
+                    ErrorCode.EXPERT_CHECKSUM_MISMATCH,
                     f"The checksum of {where} is {found}, expected {expected}: the file has changed since it was "
                     "converted. Run `colibri verify` on the model directory and convert or copy it again.",
                 )

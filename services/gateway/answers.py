@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from services.gateway.bodies import Wanted
-from shared.messages.gateway import RequestAccepted, RequestDone, TokenLogprob, TokenOut
+from shared.messages.gateway import FinishReason, RequestAccepted, RequestDone, TokenLogprob, TokenOut
 
 
 class Usage(Struct):
@@ -201,7 +201,7 @@ class Shape:
 
 
 def finish_reason(done: RequestDone) -> str:
-    return "length" if done.reason == "length" else "stop"
+    return (FinishReason.LENGTH if done.reason == FinishReason.LENGTH else FinishReason.STOP).value
 
 
 def _drafts(done: RequestDone) -> dict[str, int] | UnsetType:

@@ -25,6 +25,7 @@ from services.gateway.answers import shape_of
 from services.gateway.bodies import PLAIN, Wanted, parse_chat, parse_completion, sampling_defaults
 from services.gateway.errors import ApiError
 from services.gateway.stream import ClientGone, Receive, Send, Ticket
+from shared.errors import ErrorCode
 from shared.log import Log
 from shared.messages.gateway import GroupState, RequestDone
 from shared.messages.router import Submit
@@ -145,7 +146,10 @@ class BodyBudget:
                 other.cut()
         if self.held_bytes + n_bytes > self.limit_bytes:
             raise ApiError(
-                429, "the server is taking in too many large requests at once; try again", code="busy", retry_after_s=1
+                429,
+                "the server is taking in too many large requests at once; try again",
+                code=ErrorCode.BUSY,
+                retry_after_s=1,
             )
         upload.n_bytes += n_bytes
         self.held_bytes += n_bytes
@@ -228,13 +232,13 @@ class Generate:
         """The name of the model that will answer. Raises ApiError when nobody can."""
         engine = self._engine
         if engine.is_draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_s=5)
+            raise ApiError(503, "the server is shutting down", code=ErrorCode.SHUTTING_DOWN, retry_after_s=5)
         group = engine.group
         if group is None or not engine.is_ready:
             raise ApiError(
                 503,
                 f"the server can't answer yet: {engine.detail}",
-                code="not_ready",
+                code=ErrorCode.NOT_READY,
                 retry_after_s=1,
                 detail=_health(engine),
             )
@@ -268,7 +272,7 @@ async def read_body(scope: Any, receive: Receive, budget: BodyBudget) -> bytes:
             length = value
     if content_type and content_type != b"application/json" and not content_type.endswith(b"+json"):
         # Also keeps web pages out: a browser sends JSON to a foreign origin only after asking.
-        raise ApiError(415, "send the body as content-type: application/json", code="unsupported_media_type")
+        raise ApiError(415, "send the body as content-type: application/json", code=ErrorCode.UNSUPPORTED_MEDIA_TYPE)
     if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
         raise _too_large(int(length))
     parts: list[bytes] = []
@@ -289,17 +293,17 @@ async def read_body(scope: Any, receive: Receive, budget: BodyBudget) -> bytes:
                 is_complete = not event.get("more_body", False)
                 if not is_complete and scope.get("state", {}).get("is_body_cut"):
                     message = f"the body ended after {upload.n_bytes} bytes, before it was complete"
-                    raise ApiError(400, message, code="body_incomplete")
+                    raise ApiError(400, message, code=ErrorCode.BODY_INCOMPLETE)
         budget.complete(upload)
     except TimeoutError:
         parts.clear()
         if upload.is_cut:
             message = "the body came slowly and the server needed its memory for others; try again"
-            raise ApiError(408, message, code="body_timeout", retry_after_s=1) from None
+            raise ApiError(408, message, code=ErrorCode.BODY_TIMEOUT, retry_after_s=1) from None
         raise ApiError(
             408,
             f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s ({upload.n_bytes} bytes came)",
-            code="body_timeout",
+            code=ErrorCode.BODY_TIMEOUT,
         ) from None
     finally:
         budget.end(upload)
@@ -312,13 +316,17 @@ def _header_list(names: Iterable[str]) -> bytes:
 
 
 def _too_large(n_bytes: int) -> ApiError:
-    return ApiError(413, f"the body may have {MAX_BODY_BYTES} bytes; got {n_bytes} or more", code="body_too_large")
+    return ApiError(
+        413, f"the body may have {MAX_BODY_BYTES} bytes; got {n_bytes} or more", code=ErrorCode.BODY_TOO_LARGE
+    )
 
 
 def _model_error(name: str, group: GroupState | None) -> ApiError:
     served = repr(group.model) if group is not None and group.model else "none yet"
     shown = name if len(name) <= 80 else name[:77] + "..."
-    return ApiError(404, f"there is no model {shown!r} here; served: {served}", code="model_not_found", param="model")
+    return ApiError(
+        404, f"there is no model {shown!r} here; served: {served}", code=ErrorCode.MODEL_NOT_FOUND, param="model"
+    )
 
 
 def _model(group: GroupState, born: int, defaults: RequestDefaults) -> dict[str, Any]:
@@ -365,13 +373,13 @@ async def _http_error(request: Request, error: Exception) -> Response:
         404: f"there is nothing at {request.url.path}",
         405: f"{request.method} is not possible at {request.url.path}",
     }
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    code = {404: ErrorCode.NOT_FOUND, 405: ErrorCode.METHOD_NOT_ALLOWED}.get(error.status_code)
     body = ApiError(error.status_code, what.get(error.status_code, str(error.detail)), code=code).body()
     return Response(body, error.status_code, error.headers, "application/json")
 
 
 async def _fault(request: Request, error: Exception) -> Response:
     body = ApiError(
-        500, f"a fault in the gateway ({type(error).__name__}); its log has the details", code="fault"
+        500, f"a fault in the gateway ({type(error).__name__}); its log has the details", code=ErrorCode.FAULT
     ).body()
     return Response(body, 500, media_type="application/json")

@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from services.gateway.chat_messages import plain_messages
 from services.gateway.errors import ApiError, invalid, short
 from services.gateway.json_body import convert, decode_body
+from shared.errors import ErrorCode
 from shared.messages.router import MAX_TEMPERATURE, SEED_RANGE, Sampling, Submit
 from shared.run.config import RequestDefaults
 
@@ -210,7 +211,9 @@ def _check_neutral(raw: dict[str, Any]) -> None:
         value = raw.get(name)
         if value is not None and not is_neutral(value):
             raise invalid(
-                name, f"{name} is not supported here; leave it out or set it to {neutral}", "unsupported_parameter"
+                name,
+                f"{name} is not supported here; leave it out or set it to {neutral}",
+                ErrorCode.UNSUPPORTED_PARAMETER,
             )
 
 
@@ -256,7 +259,7 @@ def _stops(value: Any) -> tuple[str, ...]:
         return ()
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise invalid("stop", "stop must be a string or a list of strings", "invalid_type")
+        raise invalid("stop", "stop must be a string or a list of strings", ErrorCode.INVALID_TYPE)
     if len(stops) > MAX_STOPS:
         raise invalid("stop", f"stop takes at most {MAX_STOPS} strings, got {len(stops)}")
     for stop in stops:
@@ -270,11 +273,13 @@ def _stops(value: Any) -> tuple[str, ...]:
 def _prompt(value: Any) -> tuple[str | None, tuple[int, ...] | None]:
     """(text, None) or (None, ids). One prompt per request; a list of one prompt counts as that prompt."""
     if value is None:
-        raise invalid("prompt", "prompt is missing: a string or a list of token ids", "missing_field")
+        raise invalid("prompt", "prompt is missing: a string or a list of token ids", ErrorCode.MISSING_FIELD)
     if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
         if len(value) > 1:
             raise invalid(
-                "prompt", f"one prompt per request, got {len(value)}; send them one by one", "unsupported_parameter"
+                "prompt",
+                f"one prompt per request, got {len(value)}; send them one by one",
+                ErrorCode.UNSUPPORTED_PARAMETER,
             )
         value = value[0]
     if isinstance(value, str):
@@ -282,20 +287,22 @@ def _prompt(value: Any) -> tuple[str | None, tuple[int, ...] | None]:
             raise invalid("prompt", "prompt must not be empty")
         return value, None
     if not isinstance(value, list):
-        raise invalid("prompt", "prompt must be a string or a list of token ids", "invalid_type")
+        raise invalid("prompt", "prompt must be a string or a list of token ids", ErrorCode.INVALID_TYPE)
     if not value:
         raise invalid("prompt", "prompt must not be empty")
     if len(value) > MAX_PROMPT_IDS:
         raise ApiError(
             400,
             f"the prompt has {len(value)} tokens, more than any context here",
-            code="context_length_exceeded",
+            code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             param="prompt",
         )
     for idx, token in enumerate(value):
         if not isinstance(token, int) or isinstance(token, bool):
             raise invalid(
-                f"prompt[{idx}]", f"prompt[{idx}] must be a token id, got {type(token).__name__}", "invalid_type"
+                f"prompt[{idx}]",
+                f"prompt[{idx}] must be a token id, got {type(token).__name__}",
+                ErrorCode.INVALID_TYPE,
             )
         if not 0 <= token <= INT31:
             raise invalid(f"prompt[{idx}]", f"prompt[{idx}] is no token id: {short(token)}")

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from services.gateway.errors import invalid, short
 from services.gateway.json_body import convert, decode_text
+from shared.errors import ErrorCode
 
 MAX_MESSAGES: Final = 1 << 16
 
@@ -41,9 +42,9 @@ def plain_messages(value: Any) -> list[dict[str, Any]]:
     Fields that nobody here knows are kept: some families' templates print them.
     """
     if value is None:
-        raise invalid("messages", "messages is missing: a list of {role, content}", "missing_field")
+        raise invalid("messages", "messages is missing: a list of {role, content}", ErrorCode.MISSING_FIELD)
     if not isinstance(value, list):
-        raise invalid("messages", "messages must be a list", "invalid_type")
+        raise invalid("messages", "messages must be a list", ErrorCode.INVALID_TYPE)
     if not value:
         raise invalid("messages", "messages must not be empty")
     if len(value) > MAX_MESSAGES:
@@ -65,7 +66,7 @@ def plain_messages(value: Any) -> list[dict[str, Any]]:
                 raise invalid(at, f"{at}: an assistant message needs content or tool_calls")
         elif content is None:
             raise invalid(
-                f"{at}.content", f"{at}.content is missing: a string or a list of text parts", "missing_field"
+                f"{at}.content", f"{at}.content is missing: a string or a list of text parts", ErrorCode.MISSING_FIELD
             )
         out["content"] = content
         if message.role == "tool":
@@ -87,19 +88,19 @@ def _content(value: Any, at: str) -> str | list[dict[str, Any]] | None:
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
-        raise invalid(at, f"{at} must be a string or a list of text parts", "invalid_type")
+        raise invalid(at, f"{at} must be a string or a list of text parts", ErrorCode.INVALID_TYPE)
     parts = []
     for idx, part in enumerate(value):
         if not isinstance(part, dict):
-            raise invalid(f"{at}[{idx}]", f"{at}[{idx}] must be an object with a type", "invalid_type")
+            raise invalid(f"{at}[{idx}]", f"{at}[{idx}] must be an object with a type", ErrorCode.INVALID_TYPE)
         if part.get("type") not in ("text", "input_text"):
             raise invalid(
                 f"{at}[{idx}].type",
                 f"{at}[{idx}].type: only text parts are supported, got {short(part.get('type'))}",
-                "unsupported_content",
+                ErrorCode.UNSUPPORTED_CONTENT,
             )
         if not isinstance(part.get("text"), str):
-            raise invalid(f"{at}[{idx}].text", f"{at}[{idx}].text must be a string", "invalid_type")
+            raise invalid(f"{at}[{idx}].text", f"{at}[{idx}].text must be a string", ErrorCode.INVALID_TYPE)
         parts.append({**part, "type": "text"})
     return parts
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from services.gateway.requests import Give, Instruction, Limits, RequestTable
 from services.gateway.stream import Ticket
+from shared.errors import ErrorCode
 from shared.messages.base import Msg
 from shared.messages.gateway import GroupState
 from shared.messages.router import Submit
@@ -68,7 +69,7 @@ class GatewayEngine:
     def tick(self) -> None:
         self._apply(self.table.tick(self._clock()))
 
-    def cut_all(self, code: str, message: str) -> int:
+    def cut_all(self, code: ErrorCode, message: str) -> int:
         """Ends all requests with an error; returns how many there were."""
         n_cut = len(self.table.entries)
         self._apply(self.table.cut_all(code, message))

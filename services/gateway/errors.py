@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from shared.errors import ErrorCode
+
 
 class ApiError(Exception):
     """An answer that is an error: HTTP status, OpenAI's body, and ``retry_after_s`` where trying again makes sense."""
@@ -15,7 +17,7 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        code: str | None = None,
+        code: ErrorCode | None = None,
         param: str | None = None,
         retry_after_s: int | None = None,
         detail: Any = None,
@@ -44,7 +46,7 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error})
 
 
-def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
+def invalid(param: str | None, message: str, code: ErrorCode = ErrorCode.INVALID_VALUE) -> ApiError:
     """A 400 that names ``param``."""
     return ApiError(400, message, code=code, param=param)
 

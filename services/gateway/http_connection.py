@@ -19,6 +19,7 @@ from services.gateway import peers
 from services.gateway.errors import ApiError
 from services.gateway.lobby import Lobby
 from services.gateway.peers import Pair, Peer
+from shared.errors import ErrorCode
 
 HEAD_S: Final = 15.0
 """From the first byte of a request, or from the connection, until its headers must be there."""
@@ -121,11 +122,13 @@ class Connection(HttpToolsProtocol):
         """Its place is needed."""
         if is_new:
             self._end_with(
-                ApiError(503, "all connections of the server are taken; try again", code="busy", retry_after_s=1)
+                ApiError(
+                    503, "all connections of the server are taken; try again", code=ErrorCode.BUSY, retry_after_s=1
+                )
             )
         elif self._begun_at is not None:
             message = "the request was not complete when its place was needed; try again"
-            self._end_with(ApiError(408, message, code="request_timeout", retry_after_s=1))
+            self._end_with(ApiError(408, message, code=ErrorCode.REQUEST_TIMEOUT, retry_after_s=1))
         else:
             self.transport.close()
 
@@ -144,7 +147,7 @@ class Connection(HttpToolsProtocol):
             if now - self._begun_at > limit:
                 what = "request" if self._has_head else "headers"
                 words = f"the {what} did not arrive within {limit:.0f} s"
-                self._end_with(ApiError(408, words, code="request_timeout"))
+                self._end_with(ApiError(408, words, code=ErrorCode.REQUEST_TIMEOUT))
         elif not self._is_used and now - self._born_at > HEAD_S:
             self.transport.close()
 
@@ -177,7 +180,7 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
                 words = f"the headers may have {MAX_HEAD_BYTES} bytes"
-                self._end_with(ApiError(431, words, code="headers_too_large"))
+                self._end_with(ApiError(431, words, code=ErrorCode.HEADERS_TOO_LARGE))
 
     def _begin(self) -> None:
         self._begun_at = time.monotonic()
@@ -203,7 +206,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         words = "this is not a request of HTTP/1.1 or 1.0"
-        self._end_with(ApiError(400, words, code="invalid_http"))
+        self._end_with(ApiError(400, words, code=ErrorCode.INVALID_HTTP))
 
     # ---- answers leave
 
@@ -232,7 +235,9 @@ class Connection(HttpToolsProtocol):
         """True keeps the connection open for the answer."""
         if self.cycle is None or (self.cycle.response_complete and not self.pipeline):
             if self._begun_at is not None:
-                self._end_with(ApiError(400, "the request ended before its headers were complete", code="invalid_http"))
+                self._end_with(
+                    ApiError(400, "the request ended before its headers were complete", code=ErrorCode.INVALID_HTTP)
+                )
             return False
         self._is_half_closed = True
         if self.cycle.more_body:

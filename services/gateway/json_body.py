@@ -15,6 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from services.gateway.errors import ApiError, invalid, short
+from shared.errors import ErrorCode
 
 MAX_DEPTH: Final = 64
 MAX_NESTED: Final = 1 << 18
@@ -55,17 +56,19 @@ def decode_body(body: bytes) -> dict[str, Any]:
     """The JSON object in ``body``. Raises ApiError (400) with the place of what is wrong."""
     for pattern, words in _ENCODINGS:
         if pattern.match(body):
-            raise invalid(None, f"the body {words}", "invalid_json")
+            raise invalid(None, f"the body {words}", ErrorCode.INVALID_JSON)
     if not body.strip():
-        raise invalid(None, "the body is empty; send a JSON object", "invalid_json")
+        raise invalid(None, "the body is empty; send a JSON object", ErrorCode.INVALID_JSON)
     _check_depth(body)
     try:
         text = body.decode()
     except UnicodeDecodeError as error:
-        raise invalid(None, f"the body is not UTF-8: {error.reason} at byte {error.start}", "invalid_json") from None
+        raise invalid(
+            None, f"the body is not UTF-8: {error.reason} at byte {error.start}", ErrorCode.INVALID_JSON
+        ) from None
     value = _decode(text, "the body", has_long=_has_long_integer(body))
     if not isinstance(value, dict):
-        raise invalid(None, "the body must be a JSON object", "invalid_json")
+        raise invalid(None, "the body must be a JSON object", ErrorCode.INVALID_JSON)
     if _HALF_SURROGATE.search(body):
         _check_surrogates(value)
     return value
@@ -80,7 +83,7 @@ def decode_text(text: str, at: str) -> Any:
         if _HALF_SURROGATE.search(body):
             _check_surrogates(value)
     except ApiError as error:
-        raise invalid(at, f"{at}: {error.message}", error.code or "invalid_json") from None
+        raise invalid(at, f"{at}: {error.message}", error.code or ErrorCode.INVALID_JSON) from None
     return value
 
 
@@ -91,7 +94,7 @@ def _check_depth(body: bytes) -> None:
         for match in _COMMAS.finditer(body):
             n_commas += body[match.start()] == 0x2C
             if n_commas > MAX_VALUES:
-                raise invalid(None, f"the JSON body has more than {MAX_VALUES:,} values", "invalid_json")
+                raise invalid(None, f"the JSON body has more than {MAX_VALUES:,} values", ErrorCode.INVALID_JSON)
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     depth = n_nested = 0
@@ -101,9 +104,11 @@ def _check_depth(body: bytes) -> None:
             depth += 1
             n_nested += 1
             if depth > MAX_DEPTH:
-                raise invalid(None, f"the JSON body nests deeper than {MAX_DEPTH} levels", "invalid_json")
+                raise invalid(None, f"the JSON body nests deeper than {MAX_DEPTH} levels", ErrorCode.INVALID_JSON)
             if n_nested > MAX_NESTED:
-                raise invalid(None, f"the JSON body has more than {MAX_NESTED:,} arrays and objects", "invalid_json")
+                raise invalid(
+                    None, f"the JSON body has more than {MAX_NESTED:,} arrays and objects", ErrorCode.INVALID_JSON
+                )
         elif bracket in b"]}":
             depth -= 1
 
@@ -144,7 +149,7 @@ def _decode(text: str, what: str, *, has_long: bool) -> Any:
         )
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
-        raise invalid(None, f"{what} is not valid JSON: {error.msg} ({place})", "invalid_json") from None
+        raise invalid(None, f"{what} is not valid JSON: {error.msg} ({place})", ErrorCode.INVALID_JSON) from None
     if is_suspect:
         for place, item in _walk(value):
             if isinstance(item, int) and not _fits(item) and place not in CLAMPED:
@@ -163,14 +168,18 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise invalid(_printable(twice), f"{short(twice)} is twice in the same object; send it once", "invalid_json")
+        raise invalid(
+            _printable(twice), f"{short(twice)} is twice in the same object; send it once", ErrorCode.INVALID_JSON
+        )
     return made
 
 
 def _check_surrogates(value: Any) -> None:
     for place, item in _walk(value):
         if isinstance(item, str) and not _is_text(item):
-            raise invalid(place, f"{place} has half of a surrogate pair, which is no character", "invalid_value")
+            raise invalid(
+                place, f"{place} has half of a surrogate pair, which is no character", ErrorCode.INVALID_VALUE
+            )
 
 
 def _is_text(value: str) -> bool:
@@ -209,4 +218,4 @@ def convert(raw: Any, kind: type[Any], prefix: str = "") -> Any:
         missing = re.search(r"missing required field `(\w+)`", message)
         if missing:
             param = f"{param}.{missing[1]}" if param else missing[1]
-        raise invalid(param or None, f"{param}: {message}" if param else message, "invalid_type") from None
+        raise invalid(param or None, f"{param}: {message}" if param else message, ErrorCode.INVALID_TYPE) from None

@@ -16,8 +16,9 @@ from enum import Enum
 
 import msgspec
 
+from shared.errors import ErrorCode
 from shared.messages.base import Msg
-from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
+from shared.messages.gateway import FinishReason, GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
 from shared.messages.router import Abort, Submit
 
 RequestEvent = RequestAccepted | TokenOut | RequestDone | RequestRefused
@@ -108,7 +109,10 @@ class RequestTable:
         """A client wants an answer. ``submit.request`` must be new."""
         if len(self.entries) >= self.limits.max_open:
             refused = RequestRefused(
-                submit.request, 429, "queue_full", f"{len(self.entries)} requests are open already; try again later"
+                submit.request,
+                429,
+                ErrorCode.QUEUE_FULL,
+                f"{len(self.entries)} requests are open already; try again later",
             )
             return [Give(submit.request, refused)]
         assert submit.request not in self.entries, f"request id {submit.request} is used twice"
@@ -122,7 +126,7 @@ class RequestTable:
             return []
         return [Tell(Abort(request, reason))]
 
-    def cut_all(self, code: str, message: str) -> list[Instruction]:
+    def cut_all(self, code: ErrorCode, message: str) -> list[Instruction]:
         """End everything with an error, e.g. at the deadline of a drain."""
         out: list[Instruction] = []
         for entry in list(self.entries.values()):
@@ -171,7 +175,7 @@ class RequestTable:
                 if is_gone:
                     out += self._fail(
                         entry,
-                        "router_lost",
+                        ErrorCode.ROUTER_LOST,
                         f"the router has been silent for {now - self.heard_at:.0f} s; the answer is incomplete",
                     )
             elif is_ready and now >= entry.not_before:
@@ -179,7 +183,7 @@ class RequestTable:
             elif now - entry.since > self.limits.grace_s:
                 out += self._fail(
                     entry,
-                    "router_lost" if entry.n_resumes else "not_ready",
+                    ErrorCode.ROUTER_LOST if entry.n_resumes else ErrorCode.NOT_READY,
                     f"the group did not become ready within {self.limits.grace_s:.0f} s: {self.detail(now)}",
                 )
         return out
@@ -198,7 +202,7 @@ class RequestTable:
             if entry.n_resumes > self.limits.max_resumes:
                 out += self._fail(
                     entry,
-                    "router_lost",
+                    ErrorCode.ROUTER_LOST,
                     f"the router was lost {entry.n_resumes} times during this answer; it is incomplete",
                 )
             else:
@@ -225,7 +229,7 @@ class RequestTable:
                 out: list[Instruction] = [Tell(Abort(request, "gap"))]
                 return out + self._fail(
                     entry,
-                    "stream_broken",
+                    ErrorCode.STREAM_BROKEN,
                     f"token {len(entry.tokens)} was expected next, {msg.index} came; the answer is incomplete",
                 )
             entry.tokens.extend(msg.tokens)
@@ -245,13 +249,15 @@ class RequestTable:
         del self.entries[request]
         return [Give(request, msg)]
 
-    def _fail(self, entry: Entry, code: str, message: str) -> list[Instruction]:
+    def _fail(self, entry: Entry, code: ErrorCode, message: str) -> list[Instruction]:
         request = entry.submit.request
         del self.entries[request]
         if not entry.is_accepted:
             return [Give(request, RequestRefused(request, 503, code, message))]
         n = len(entry.tokens)
-        return [Give(request, RequestDone(request, "error", entry.n_prompt, n, error_code=code, error=message))]
+        return [
+            Give(request, RequestDone(request, FinishReason.ERROR, entry.n_prompt, n, error_code=code, error=message))
+        ]
 
     def _unknown(self, msg: RequestEvent, now: float) -> list[Instruction]:
         """A router works for a client that is gone (our Abort got lost, or a former gateway's request): stop it."""

@@ -22,7 +22,7 @@ from services.gateway.engine import GatewayEngine
 from services.gateway.http_connection import Connections
 from services.gateway.lobby import Lobby, LobbyLimits
 from services.gateway.requests import Limits
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ErrorCode
 from shared.log import Log
 from shared.messages.base import Msg
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
@@ -113,7 +113,9 @@ class GatewayService(AsyncService):
     def cut(self, reason: str) -> int:
         if self._engine is None:
             return 0
-        return self._engine.cut_all("shutting_down", f"the server stops ({reason}) and this answer took too long")
+        return self._engine.cut_all(
+            ErrorCode.SHUTTING_DOWN, f"the server stops ({reason}) and this answer took too long"
+        )
 
     async def close(self) -> None:
         """Lets last events out, then closes all connections and the port."""
@@ -121,7 +123,7 @@ class GatewayService(AsyncService):
         assert self._server is not None
         assert self._serving is not None
         self._engine.is_draining = True
-        self._engine.cut_all("shutting_down", "the server stops")
+        self._engine.cut_all(ErrorCode.SHUTTING_DOWN, "the server stops")
         deadline = time.monotonic() + CLOSE_S
         while not self._engine.is_idle and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

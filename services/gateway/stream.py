@@ -17,7 +17,8 @@ from typing import Any, Final
 from services.gateway.answers import Shape
 from services.gateway.errors import ApiError
 from services.gateway.requests import RequestEvent
-from shared.messages.gateway import RequestAccepted, RequestDone, RequestRefused, TokenOut
+from shared.errors import ErrorCode
+from shared.messages.gateway import FinishReason, RequestAccepted, RequestDone, RequestRefused, TokenOut
 
 KEEP_ALIVE_S: Final = 10.0
 KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -86,7 +87,7 @@ def api_error_of(refused: RequestRefused) -> ApiError:
     return ApiError(
         refused.status,
         refused.message,
-        code=refused.code or None,
+        code=refused.code,
         param=refused.param or None,
         retry_after_s=1 if refused.status in (429, 503) else None,
     )
@@ -94,14 +95,14 @@ def api_error_of(refused: RequestRefused) -> ApiError:
 
 def done_error(done: RequestDone) -> ApiError:
     """The error that ended an accepted request."""
-    code = done.error_code or ("aborted" if done.reason == "abort" else "engine_error")
-    is_passing = code in ("router_lost", "shutting_down", "not_ready", "aborted")
+    code = done.error_code or (ErrorCode.ABORTED if done.reason == FinishReason.ABORT else ErrorCode.ENGINE_ERROR)
+    is_passing = code in (ErrorCode.ROUTER_LOST, ErrorCode.SHUTTING_DOWN, ErrorCode.NOT_READY, ErrorCode.ABORTED)
     message = done.error or "the request was ended before its answer was complete"
     return ApiError(503 if is_passing else 500, message, code=code, retry_after_s=1 if is_passing else None)
 
 
 def is_error(done: RequestDone) -> bool:
-    return done.reason not in ("stop", "length")
+    return done.reason not in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 async def send_stream(

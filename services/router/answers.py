@@ -12,13 +12,15 @@ from native.sampling import log_softmax
 from services.router.scheduler import Advance
 from services.router.sequences import Sequence
 from services.router.text_stream import PieceOf
-from shared.errors import Refused
+from shared.errors import ErrorCode, Refused
 from shared.log import Log
 from shared.messages.base import Msg
-from shared.messages.gateway import RequestAccepted, RequestDone, RequestRefused, TokenLogprob, TokenOut
+from shared.messages.gateway import FinishReason, RequestAccepted, RequestDone, RequestRefused, TokenLogprob, TokenOut
 from shared.messages.router import Submit
 from shared.step.counters import Counters
 from shared.wire.endpoints import GATEWAY
+
+COUNTERS = {FinishReason.ERROR: "failed", FinishReason.ABORT: ErrorCode.ABORTED}
 
 
 class Posts(Protocol):
@@ -93,15 +95,15 @@ class Answers:
     def left(self, msg: Submit, reason: str) -> None:
         """The client left before its prompt was read."""
         self._counters.add("aborted", 1)
-        self._bus.post(GATEWAY, RequestDone(msg.request, "abort", 0, len(msg.resume_ids)))
-        self._log.info("request_done", request=msg.request, reason="abort", code=reason, n_generated=0)
+        self._bus.post(GATEWAY, RequestDone(msg.request, FinishReason.ABORT, 0, len(msg.resume_ids)))
+        self._log.info("request_done", request=msg.request, reason=FinishReason.ABORT, code=reason, n_generated=0)
 
     def done(self, sequence: Sequence) -> None:
         """The one final answer."""
-        reason, code, message = sequence.finish_reason, "", ""
-        if sequence.error:
-            reason, code, message = "error", sequence.error.code, sequence.error.message
-        self._counters.add({"error": "failed", "abort": "aborted"}.get(reason, "finished"), 1)
+        error = sequence.error
+        reason = FinishReason.ERROR if error else sequence.finish_reason
+        assert reason is not None, "nothing ends without a reason"
+        self._counters.add(COUNTERS.get(reason, "finished"), 1)
         self._bus.post(
             GATEWAY,
             RequestDone(
@@ -109,8 +111,8 @@ class Answers:
                 reason,
                 sequence.n_prompt,
                 sequence.n_generated,
-                error_code=code,
-                error=message,
+                error_code=error.code if error else None,
+                error=error.message if error else "",
                 n_draft=sequence.n_drafted,
                 n_accepted=sequence.n_accepted,
             ),
@@ -119,7 +121,7 @@ class Answers:
             "request_done",
             request=sequence.request,
             reason=reason,
-            code=code,
+            code=error.code if error else "",
             n_generated=sequence.n_generated,
             drafts=sequence.n_drafted,
             accepted=sequence.n_accepted,

@@ -38,7 +38,7 @@ from services.router.client_text import (
     wrap,
     wrap_arguments,
 )
-from shared.errors import ContainerError, Refused
+from shared.errors import ContainerError, ErrorCode, Refused
 from shared.files import TOKENIZER_LIMIT_BYTES, read_file
 
 ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -388,7 +388,7 @@ class ChatTemplate:
         raise Refused(
             "This model has no chat template, so chat requests can't be rendered; use /v1/completions, or put the "
             f"checkpoint's template into the model directory and start again. Looked for: {LOOKED_FOR}; found: {found}.",
-            code="no_chat_template",
+            code=ErrorCode.NO_CHAT_TEMPLATE,
             param="messages",
         )
 
@@ -457,7 +457,7 @@ class ChatTemplate:
                 raise Refused(
                     f"messages[{idx}]: the model's chat template does not print a message of the role "
                     f"{given[idx]['role']} at this place, so it would be lost. Move its text into the first system message.",
-                    code="template_error",
+                    code=ErrorCode.TEMPLATE_ERROR,
                     param=f"messages[{idx}]",
                 )
 
@@ -476,7 +476,7 @@ def _arguments(given: Any) -> Any:
 
 
 def _refusal(message: str) -> Refused:
-    return Refused(message, code="template_error", param="messages")
+    return Refused(message, code=ErrorCode.TEMPLATE_ERROR, param="messages")
 
 
 def _too_much(what: str) -> Refused:

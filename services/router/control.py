@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from services.router.group import Changed, Group, Instruction, Kill, Note, Replaced, Reply, RingView, Sample, Watch
 from shared.messages import control
+from shared.messages.control import ServiceState
 from shared.messages.gateway import GroupState
 from shared.run.lifecycle import ServiceContext
 from shared.wire.control_plane import ControlServer
@@ -95,7 +96,7 @@ class ControlPlane:
     @property
     def _is_serving(self) -> bool:
         """The router service is loaded: before that it can't be called."""
-        return self._ctx.state in ("ready", "draining")
+        return self._ctx.state in (ServiceState.READY, ServiceState.DRAINING)
 
     def _load_counts(self) -> tuple[int, int]:
         return self._router.load_counts if self._is_serving else (0, 0)

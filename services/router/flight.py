@@ -17,6 +17,8 @@ from services.router.drafting import Drafting, DraftPlan
 from services.router.group import RingView
 from services.router.scheduler import Advance, Plan, Scheduler
 from services.router.sequences import Fault, Sequence
+from shared.errors import ErrorCode
+from shared.messages.gateway import FinishReason
 
 MAIN_FRAME, DRAFT_FRAME = 0, 1
 MAX_REPLAYS = 3
@@ -173,7 +175,7 @@ class Flights:
 
     def cut(self, reason: str) -> list[Instruction]:
         """The drain's deadline passed: end what is left."""
-        error = Fault("shutting_down", f"The server stopped before the answer was complete ({reason}).")
+        error = Fault(ErrorCode.SHUTTING_DOWN, f"The server stopped before the answer was complete ({reason}).")
         out: list[Instruction] = []
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             sequence.error = error
@@ -181,7 +183,7 @@ class Flights:
         return out
 
     def _abort(self, sequence: Sequence, reason: str) -> list[Instruction]:
-        sequence.finish_reason = "abort"
+        sequence.finish_reason = FinishReason.ABORT
         note = Note("request_aborted", {"request": sequence.request, "reason": reason})
         out: list[Instruction] = [note, *self._end(sequence)]
         flight = self.current
@@ -222,7 +224,7 @@ class Flights:
                 f"Attention or expert_io was lost {n_replays} times while it computed this step; the request was ended. "
                 "Their logs in the run directory say why."
             )
-            return self._fail_all(plan, Fault("step_lost", words))
+            return self._fail_all(plan, Fault(ErrorCode.STEP_LOST, words))
         self._run_again(flight, plan, n_replays, is_apart=n_replays >= APART_FROM)
         return []
 
@@ -252,7 +254,7 @@ class Flights:
                 f"The hidden state of position {span.position + row - span.first} is not finite before the gate of layer "
                 f"{layer}: the weights or the input overflow. The request was ended; others go on."
             )
-            flight.mark([row], layer, BEFORE_EXPERTS, Fault("non_finite", words))
+            flight.mark([row], layer, BEFORE_EXPERTS, Fault(ErrorCode.NON_FINITE, words))
         return []
 
     def failed(self, step: int, layer: int, rows: tuple[int, ...], fault: Fault) -> list[Instruction]:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.messages import SCHEMA_VERSION, control
+from shared.messages.control import ServiceState
 from shared.wire.endpoints import ATTENTION, DRAFTER, EXPERT_IO, GATEWAY, ROUTER, SERVICES
 
-ABSENT, STARTING, READY, DRAINING, FAILED = "absent", "starting", "ready", "draining", "failed"
-ALIVE = frozenset({READY, DRAINING})
+ALIVE = frozenset({ServiceState.READY, ServiceState.DRAINING})
 
 MISSED_BEATS = 3
 IDLE_PROOF_S = 10.0
@@ -110,7 +110,7 @@ class Peer:
     """One service."""
 
     service: str
-    state: str = ABSENT
+    state: ServiceState = ServiceState.ABSENT
     incarnation: int = 0
     pid: int = 0
     identity: bytes = b""
@@ -152,19 +152,19 @@ class Group:
     def is_ready(self) -> bool:
         """The whole group can serve. The drafter is waited for at first; later it may fail without harm."""
         needed = [peer for peer in self.peers.values() if peer.service != DRAFTER or not self._was_ready]
-        return self._drain is None and all(peer.state == READY for peer in needed)
+        return self._drain is None and all(peer.state == ServiceState.READY for peer in needed)
 
     @property
     def view(self) -> RingView:
         """Who serves now. A gateway counts from its hello on: requests of the one before have nobody to answer to."""
         return RingView(
-            gateway=self._incarnation_of(GATEWAY, ALIVE | {STARTING}),
+            gateway=self._incarnation_of(GATEWAY, ALIVE | {ServiceState.STARTING}),
             attention=self._incarnation_of(ATTENTION, ALIVE),
             expert_io=self._incarnation_of(EXPERT_IO, ALIVE),
             drafter=self._incarnation_of(DRAFTER, ALIVE) if self._is_drafting else 0,
         )
 
-    def _incarnation_of(self, service: str, states: frozenset[str]) -> int:
+    def _incarnation_of(self, service: str, states: frozenset[ServiceState]) -> int:
         peer = self.peers[service]
         return peer.incarnation if peer.state in states else 0
 
@@ -175,9 +175,9 @@ class Group:
             return "the group is stopping"
         words = []
         for peer in self.peers.values():
-            if peer.state == STARTING:
+            if peer.state == ServiceState.STARTING:
                 words.append(f"{peer.service} is starting" + (f" ({peer.stage})" if peer.stage else ""))
-            elif peer.state != READY:
+            elif peer.state != ServiceState.READY:
                 words.append(f"{peer.service} is {peer.state}")
             elif peer.is_suspected:
                 words.append(
@@ -226,16 +226,16 @@ class Group:
             out += self._ram_changed(msg)
         elif isinstance(msg, control.Dead):
             note = {"peer": peer.service, "peer_incarnation": peer.incarnation, "reason": msg.reason}
-            out += [Note("error", "peer_dead", note), *self._gone(peer, FAILED)]
+            out += [Note("error", "peer_dead", note), *self._gone(peer, ServiceState.FAILED)]
         return out
 
     def exited(self, service: str, incarnation: int) -> list[Instruction]:
         """The operating system says that a process has ended."""
         peer = self.peers[service]
-        if incarnation != peer.incarnation or peer.state == ABSENT:
+        if incarnation != peer.incarnation or peer.state == ServiceState.ABSENT:
             return []
         note = {"peer": service, "peer_incarnation": incarnation, "pid": peer.pid, "state": peer.state}
-        return [Note("warning", "peer_exited", note), *self._gone(peer, ABSENT)]
+        return [Note("warning", "peer_exited", note), *self._gone(peer, ServiceState.ABSENT)]
 
     def drain(self, now: float, asker: bytes, reason: str, deadline_s: float) -> list[Instruction]:
         """A tool wants the group to finish and refuse new work; ``asker`` gets Drained when that is done."""
@@ -246,7 +246,7 @@ class Group:
         out: list[Instruction] = [Note("info", "group_draining", {"reason": reason, "deadline_s": deadline_s})]
         for peer in self.peers.values():
             if peer.state in ALIVE:
-                peer.state = DRAINING
+                peer.state = ServiceState.DRAINING
                 self._drain.waiting.add(peer.service)
                 out.append(Reply(peer.identity, control.Drain(reason, deadline_s)))
         return [*out, Changed(), *self._finish_drain(is_late=False)]
@@ -308,13 +308,13 @@ class Group:
             return [Note("warning", "hello_ignored", {"peer": msg.service, "peer_incarnation": msg.incarnation})]
         out: list[Instruction] = []
         is_new = msg.incarnation != peer.incarnation
-        if is_new and peer.state in ALIVE | {STARTING}:
-            out += self._gone(peer, ABSENT)
+        if is_new and peer.state in ALIVE | {ServiceState.STARTING}:
+            out += self._gone(peer, ServiceState.ABSENT)
         self._of_identity.pop(peer.identity, None)
         self._of_identity[identity] = msg.service
         peer.identity, peer.pid, peer.heard_at = identity, msg.pid, now
-        if is_new or peer.state in (ABSENT, FAILED):
-            peer.incarnation, peer.state, peer.stage, peer.facts = msg.incarnation, STARTING, "", ()
+        if is_new or peer.state in (ServiceState.ABSENT, ServiceState.FAILED):
+            peer.incarnation, peer.state, peer.stage, peer.facts = msg.incarnation, ServiceState.STARTING, "", ()
             peer.is_suspected = peer.is_condemned = False
             note = {"peer": peer.service, "peer_incarnation": peer.incarnation, "pid": peer.pid}
             out += [Note("info", "peer_hello", note), Watch(peer.service, peer.incarnation, peer.pid)]
@@ -330,23 +330,23 @@ class Group:
             if peer is new or not peer.incarnation:
                 continue
             out.append(Reply(new.identity, control.PeerChanged(peer.service, peer.incarnation)))
-            if peer.service != ROUTER and peer.state in ALIVE | {STARTING}:
+            if peer.service != ROUTER and peer.state in ALIVE | {ServiceState.STARTING}:
                 out.append(Reply(peer.identity, control.PeerChanged(new.service, new.incarnation)))
         if self._drain is not None:
             out.append(Reply(new.identity, control.Drain("the group is stopping", 0.0)))
         return out if new.service != ROUTER else [r for r in out if isinstance(r, Reply) and r.identity != new.identity]
 
     def _ready(self, peer: Peer, msg: control.Ready) -> list[Instruction]:
-        if peer.state != STARTING:
+        if peer.state != ServiceState.STARTING:
             return []  # said twice, or by a process that has ended since
-        peer.state = READY if self._drain is None else DRAINING
+        peer.state = ServiceState.READY if self._drain is None else ServiceState.DRAINING
         peer.facts = msg.facts
         peer.stage = ""
         self._was_ready = self._was_ready or self.is_ready
         return [Note("info", "peer_ready", {"peer": peer.service, "peer_incarnation": peer.incarnation}), Changed()]
 
-    def _gone(self, peer: Peer, state: str) -> list[Instruction]:
-        was_there = peer.state in ALIVE | {STARTING}
+    def _gone(self, peer: Peer, state: ServiceState) -> list[Instruction]:
+        was_there = peer.state in ALIVE | {ServiceState.STARTING}
         peer.state = state
         peer.stage = ""
         peer.is_suspected = False
@@ -374,7 +374,7 @@ class Group:
             return []
         peer.is_condemned = True
         stage = f" in {peer.stage}" if peer.stage else ""
-        return [Kill(peer.service, peer.pid, f"{reason}{stage}"), *self._gone(peer, FAILED)]
+        return [Kill(peer.service, peer.pid, f"{reason}{stage}"), *self._gone(peer, ServiceState.FAILED)]
 
     def _drained(self, service: str, n_cut: int) -> list[Instruction]:
         if self._drain is None or service not in self._drain.waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from services.router.sequences import Sequence
 from services.router.text_stream import PieceOf, TextStream
-from shared.errors import Refused
+from shared.errors import ErrorCode, Refused
 from shared.messages.router import Submit
 from shared.model.spec import ModelSpec
 
@@ -22,18 +22,20 @@ class Intake:
         param = "messages" if msg.messages_json is not None else "prompt"
         limit, vocab = self._max_context, self._spec.vocab
         if not prompt:
-            raise Refused("The prompt is empty: at least one token is needed.", code="empty_prompt", param=param)
+            raise Refused(
+                "The prompt is empty: at least one token is needed.", code=ErrorCode.EMPTY_PROMPT, param=param
+            )
         if max(prompt) >= vocab:
             raise Refused(
                 f"Token id {max(prompt)} is outside the vocabulary of {vocab} entries.",
-                code="invalid_token",
+                code=ErrorCode.INVALID_TOKEN,
                 param=param,
             )
         if len(prompt) >= limit:
             raise Refused(
                 f"The prompt has {len(prompt)} tokens; with one token to generate, at most {limit - 1} fit the context "
                 f"of {limit}. Shorten the prompt or start with a larger --max-context.",
-                code="context_length_exceeded",
+                code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
                 param=param,
             )
         room = limit - len(prompt)

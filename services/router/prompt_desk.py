@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from services.router.prompt_frames import ANSWER, CHAT, DAMAGE, IDS, JOB, LOADED, TEXT
 from services.router.prompt_queue import MAX_BYTES, MAX_CPU_S, PAUSE_S, Job, PromptQueue
-from shared.errors import ColibriError, ContainerError, Refused
+from shared.errors import ColibriError, ContainerError, ErrorCode, Refused
 from shared.log import Log
 from shared.messages.router import Submit
 from shared.run.child import child_environment, python_command
@@ -106,14 +106,14 @@ class PromptDesk:
             raise Refused(
                 f"The prompt has {n_bytes:,} bytes, at most {limit:,} are looked at: at most {self._at_most:,} tokens fit the "
                 "context. Shorten the prompt or start with a larger --max-context.",
-                code="context_length_exceeded",
+                code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
                 param=param,
             )
         if not self._queue.has_room(n_bytes):
             raise Refused(
                 f"Prompts with more than {MAX_BYTES:,} bytes in all are waiting already; try again later.",
                 status=429,
-                code="busy",
+                code=ErrorCode.BUSY,
             )
         self._queue.submit(Job(msg.request, n_bytes, (kind, text, kwargs), msg))
         self._start_jobs()
@@ -274,7 +274,7 @@ def _ids(payload: bytes) -> list[int]:
 
 
 def _refusal(told: dict[str, Any]) -> Refused:
-    return Refused(told["message"], status=told["status"], code=told["code"], param=told["param"])
+    return Refused(told["message"], status=told["status"], code=ErrorCode(told["code"]), param=told["param"])
 
 
 def _param(job: Job) -> str:
@@ -285,7 +285,7 @@ def _too_costly(job: Job) -> Refused:
     what = "Rendering the model's chat template and tokenising" if job.work[0] == CHAT else "Tokenising"
     return Refused(
         f"{what} took more than {MAX_CPU_S:.0f} s of processor time for {job.n_bytes:,} bytes, and was given up. Send less.",
-        code="invalid_value",
+        code=ErrorCode.INVALID_VALUE,
         param=_param(job),
     )
 
@@ -294,6 +294,6 @@ def _deadly(job: Job) -> Refused:
     return Refused(
         f"The process that tokenises prompts ended {job.n_deaths} times at these {job.n_bytes:,} bytes: they take more memory "
         "than it may have. Send less text.",
-        code="invalid_value",
+        code=ErrorCode.INVALID_VALUE,
         param=_param(job),
     )

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from services.router.text_stream import TextStream
+from shared.errors import ErrorCode
+from shared.messages.gateway import FinishReason
 from shared.messages.router import Sampling
 
 
@@ -16,7 +18,7 @@ from shared.messages.router import Sampling
 class Fault:
     """Why a row has no true result, or a request no further token: a code for programs and a sentence for people."""
 
-    code: str
+    code: ErrorCode
     message: str
 
 
@@ -40,12 +42,12 @@ class Sequence:
     n_drafted: int = 0
     n_accepted: int = 0
     error: Fault | None = None
-    finish_reason: str = ""
+    finish_reason: FinishReason | None = None
 
     @property
     def is_over(self) -> bool:
         """No further token will come."""
-        return bool(self.finish_reason) or self.error is not None
+        return self.finish_reason is not None or self.error is not None
 
     @property
     def n_generated(self) -> int:
@@ -60,14 +62,14 @@ class Sequence:
         """Take one sampled token; returns the text to send and sets ``finish_reason`` when it was the last."""
         self.tokens.append(token)
         if token in self.eos_ids:
-            self.finish_reason = "stop"
+            self.finish_reason = FinishReason.STOP
             return self.text.finish()
         out = self.text.push(token)
         if self.text.is_stopped:
-            self.finish_reason = "stop"
+            self.finish_reason = FinishReason.STOP
         elif self.n_generated >= self.max_tokens:
-            self.finish_reason = "length"
+            self.finish_reason = FinishReason.LENGTH
             out += self.text.finish()
             if self.text.is_stopped:
-                self.finish_reason = "stop"
+                self.finish_reason = FinishReason.STOP
         return out

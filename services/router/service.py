@@ -42,7 +42,7 @@ from services.router.scheduler import Plan, Scheduler
 from services.router.sequences import Fault, Sequence
 from services.router.text_stream import PieceOf
 from shared.container.reader import Container
-from shared.errors import Refused, SchemaError
+from shared.errors import ErrorCode, Refused, SchemaError
 from shared.memory.big_memory import Home
 from shared.memory.prompt_room import prompt_room_bytes
 from shared.memory.segments import Segment
@@ -150,7 +150,7 @@ class RouterService(Service):
         unread = self._desk.clear() if self._desk else []
         for msg in unread:
             words = f"The server stopped before the prompt was read ({reason})."
-            self._answers.refused(msg.request, Refused(words, status=503, code="shutting_down"))
+            self._answers.refused(msg.request, Refused(words, status=503, code=ErrorCode.SHUTTING_DOWN))
         return sum(isinstance(do, End) for do in instructions) + len(unread)
 
     def close(self) -> None:
@@ -213,17 +213,19 @@ class RouterService(Service):
             return  # it was meant for our predecessor; the gateway asks us again
         try:
             if self._is_draining:
-                raise Refused("The server is shutting down; try again later.", status=503, code="shutting_down")
+                raise Refused("The server is shutting down; try again later.", status=503, code=ErrorCode.SHUTTING_DOWN)
             if self._scheduler.find(msg.request) or (self._desk and self._desk.has(msg.request)):
-                raise Refused(f"Request id {msg.request} is in use.", status=409, code="duplicate_request")
+                raise Refused(f"Request id {msg.request} is in use.", status=409, code=ErrorCode.DUPLICATE_REQUEST)
             if self._scheduler.is_full or len(self._scheduler.waiting) + self._n_unread >= MAX_WAITING:
                 raise Refused(
-                    f"{MAX_WAITING} requests are waiting already; try again later.", status=429, code="queue_full"
+                    f"{MAX_WAITING} requests are waiting already; try again later.",
+                    status=429,
+                    code=ErrorCode.QUEUE_FULL,
                 )
             if msg.prompt_ids is None and self._desk is None:
                 raise Refused(
                     "This model has no tokenizer; send the prompt as token ids to /v1/completions.",
-                    code="no_tokenizer",
+                    code=ErrorCode.NO_TOKENIZER,
                     param="messages" if msg.messages_json is not None else "prompt",
                 )
             if msg.prompt_ids is None and self._desk:
@@ -291,7 +293,7 @@ class RouterService(Service):
         token = choose_token(self._frames.frame(MAIN_FRAME).logits[logit_row], sequence.sampling, position)
         if token is None:
             words = f"The logits of position {position - 1} are not finite: the weights or the input overflow."
-            return Fault("non_finite", words)
+            return Fault(ErrorCode.NON_FINITE, words)
         return token
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:

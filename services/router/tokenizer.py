@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from services.router.chat_template import ChatTemplate, read_template_files
 from services.router.client_text import Spans, spans_of
 from services.router.turns import turn_markers
-from shared.errors import Refused
+from shared.errors import ErrorCode, Refused
 from shared.model.tokenizer_file import load_tokenizer
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ModelTokenizer:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise Refused(
-                f"The model's tokenizer can't split this text ({error}).", code="invalid_value", param=param
+                f"The model's tokenizer can't split this text ({error}).", code=ErrorCode.INVALID_VALUE, param=param
             ) from None
 
     def _check_length(self, text: str, at_most: int | None, param: str) -> None:
@@ -111,7 +111,7 @@ class ModelTokenizer:
                 raise Refused(
                     f"The prompt has {n_least} tokens or more, at most {at_most} fit the context. Shorten the prompt or "
                     "start with a larger --max-context.",
-                    code="context_length_exceeded",
+                    code=ErrorCode.CONTEXT_LENGTH_EXCEEDED,
                     param=param,
                 )
 

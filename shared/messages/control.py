@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from shared.messages.base import Msg
+
+
+class ServiceState(StrEnum):
+    """Of one service. ``shared/run/lifecycle.py`` says how it moves through them."""
+
+    ABSENT = "absent"
+    """Of others alone: no process is known."""
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+    FAILED = "failed"
 
 
 class Hello(Msg, tag="hello", frozen=True, array_like=True, gc=False):
@@ -28,7 +42,7 @@ class Heartbeat(Msg, tag="heartbeat", frozen=True, array_like=True, gc=False):
 
     service: str
     incarnation: int
-    state: str
+    state: ServiceState
     stage: str = ""
     stage_s: float = 0.0
 
@@ -104,7 +118,7 @@ class ServiceStatus(Msg, frozen=True, array_like=True, gc=False):
     """One service as the control plane sees it."""
 
     service: str
-    state: str
+    state: ServiceState
     pid: int
     incarnation: int
     heartbeat_age_s: float

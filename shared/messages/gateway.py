@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
+from shared.errors import ErrorCode
 from shared.messages.base import Msg, TokenId
+from shared.messages.control import ServiceState
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    """The model said so, or a stop string came."""
+    LENGTH = "length"
+    ABORT = "abort"
+    """Nobody waited for it any more."""
+    ERROR = "error"
 
 
 class TokenLogprob(Msg, frozen=True, array_like=True, gc=False):
@@ -42,14 +57,14 @@ class TokenOut(Msg, tag="token_out", frozen=True, array_like=True, gc=False):
 
 
 class RequestDone(Msg, tag="request_done", frozen=True, array_like=True, gc=False):
-    """Router -> Gateway: the one final answer. ``reason``: stop, length, abort, error."""
+    """Router -> Gateway: the one final answer. ``error_code`` and ``error`` are there when the reason is ERROR."""
 
     request: str
-    reason: str
+    reason: FinishReason
     n_prompt: int
     n_generated: int
     text: str = ""
-    error_code: str = ""
+    error_code: ErrorCode | None = None
     error: str = ""
     n_draft: int = 0
     n_accepted: int = 0
@@ -60,7 +75,7 @@ class RequestRefused(Msg, tag="request_refused", frozen=True, array_like=True, g
 
     request: str
     status: int
-    code: str
+    code: ErrorCode
     message: str
     param: str = ""
 
@@ -75,5 +90,5 @@ class GroupState(Msg, tag="group_state", frozen=True, array_like=True, gc=False)
     n_running: int = 0
     n_waiting: int = 0
     incarnation: int = 0
-    services: tuple[tuple[str, str, int, int], ...] = msgspec.field(default=())
+    services: tuple[tuple[str, ServiceState, int, int], ...] = msgspec.field(default=())
     """(service, state, pid, incarnation)"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shared.errors import ErrorCode
 from shared.messages.base import Frame, Layer, Msg, Rows, Step
 
 EMBEDDING = -1
@@ -38,5 +39,5 @@ class LayerFailed(Msg, tag="layer_failed", frozen=True, array_like=True, gc=Fals
     step: Step
     layer: int
     rows: tuple[Rows, ...]
-    code: str
+    code: ErrorCode
     message: str

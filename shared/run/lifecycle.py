@@ -35,7 +35,7 @@ from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ChecksumMismatch, Co
 from shared.log import Log
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.base import Msg
-from shared.messages.control import Ram, RamWanted
+from shared.messages.control import Ram, RamWanted, ServiceState
 from shared.run.config import GroupConfig, load_frozen
 from shared.run.descriptors import raise_descriptor_limit
 from shared.wire.bus import Bus
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     import asyncio
 
     from shared.wire.async_bus import AsyncBus
-
-STARTING, READY, DRAINING, STOPPED, FAILED = "starting", "ready", "draining", "stopped", "failed"
 
 LAST_WORDS_S = 2.0
 """How long a failed service tries to deliver its last message."""
@@ -114,7 +112,7 @@ class ServiceContext:
     incarnation: int
     control: ControlClient
     ticks: list[Callable[[], None]] = field(default_factory=list)
-    state: str = STARTING
+    state: ServiceState = ServiceState.STARTING
     stage: str = ""
     stage_since: float = 0.0
     _beat_at: float = 0.0
@@ -160,7 +158,7 @@ class _Life:
         self._is_connected = False
 
     @property
-    def ctx_state(self) -> str:
+    def ctx_state(self) -> ServiceState:
         return self.ctx.state
 
     def hello(self) -> None:
@@ -174,7 +172,7 @@ class _Life:
         was_connected, self._is_connected = self._is_connected, self.ctx.control.can_send()
         if self._is_connected and not was_connected:
             self.hello()
-            if self.ctx.state in (READY, DRAINING):
+            if self.ctx.state in (ServiceState.READY, ServiceState.DRAINING):
                 self._say_ready()
 
     def ready(self, facts: dict[str, str]) -> None:
@@ -182,7 +180,7 @@ class _Life:
         self._facts = tuple(facts.items())
         gc.collect()
         gc.freeze()  # what was loaded stays; a collection in the middle of a step need not walk through it
-        ctx.state = READY if ctx.state == STARTING else ctx.state
+        ctx.state = ServiceState.READY if ctx.state == ServiceState.STARTING else ctx.state
         ctx.set_stage("")
         ctx.log.info("service_ready", **facts)
         self._say_ready()
@@ -198,7 +196,7 @@ class _Life:
         ctx = self.ctx
         if isinstance(msg, control.HelloWanted):
             self.hello()
-            if ctx.state in (READY, DRAINING):
+            if ctx.state in (ServiceState.READY, ServiceState.DRAINING):
                 self._say_ready()
         elif isinstance(msg, control.PeerChanged):
             self.peer(msg.service, msg.incarnation)
@@ -206,7 +204,7 @@ class _Life:
             self.drain(msg.reason, msg.deadline_s)
         elif isinstance(msg, control.Stop):
             self.stop(msg.reason)
-        elif isinstance(msg, control.RamWanted) and ctx.state in (READY, DRAINING):
+        elif isinstance(msg, control.RamWanted) and ctx.state in (ServiceState.READY, ServiceState.DRAINING):
             ctx.control.send(self.service.change_ram(msg))
 
     def peer(self, service: str, incarnation: int) -> None:
@@ -222,10 +220,10 @@ class _Life:
 
     def drain(self, reason: str, deadline_s: float) -> None:
         deadline = time.monotonic() + deadline_s
-        if self.ctx.state == DRAINING:
+        if self.ctx.state == ServiceState.DRAINING:
             self._drain_deadline = min(self._drain_deadline, deadline)
             return
-        self.ctx.state = DRAINING
+        self.ctx.state = ServiceState.DRAINING
         self._drain_reason = reason
         self._drain_deadline = deadline
         self.ctx.log.info("service_draining", reason=reason, deadline_s=deadline_s)
@@ -246,7 +244,7 @@ class _Life:
     @property
     def is_over(self) -> bool:
         """Whether the process may end now; looks after the drain on the way."""
-        if self.ctx.state == DRAINING and not self._has_drained:
+        if self.ctx.state == ServiceState.DRAINING and not self._has_drained:
             is_idle = self.service.is_idle()
             is_late = time.monotonic() >= self._drain_deadline
             if is_idle or is_late:
@@ -254,7 +252,7 @@ class _Life:
                 self._has_drained = True
                 self.ctx.log.info("service_drained", n_cut=n_cut)
                 self.ctx.control.send(control.Drained(self.service.name, n_cut))
-        return self._is_leaving and (self._has_drained or self.ctx.state != DRAINING)
+        return self._is_leaving and (self._has_drained or self.ctx.state != ServiceState.DRAINING)
 
     def tick(self) -> None:
         self.look_for_router()
@@ -266,13 +264,13 @@ class _Life:
     def failed(self, error: BaseException) -> int:
         """Last words to the router, the log and colibri-up; returns the exit code."""
         exit_code = error.exit_code if isinstance(error, ColibriError) else EXIT_FAULT
-        if self.ctx.state == STARTING and isinstance(error, (ChecksumMismatch, ShortRead)):
+        if self.ctx.state == ServiceState.STARTING and isinstance(error, (ChecksumMismatch, ShortRead)):
             exit_code = EXIT_CONFIG  # what is damaged on disk is damaged at the next try too
         reason = str(error) or type(error).__name__
         if not isinstance(error, ColibriError):
             reason = f"{type(error).__name__}: {reason}"
         text = "" if exit_code == EXIT_CONFIG else "".join(traceback.format_exception(error))
-        self.ctx.state = FAILED
+        self.ctx.state = ServiceState.FAILED
         write_last_words(Path(self.ctx.config.run_dir), self.service.name, exit_code, reason)
         self.ctx.log.error("service_failed", exit_code=exit_code, reason=reason)
         if text:
@@ -389,7 +387,7 @@ def _loop(life: _Life, bus: Bus, service: Service, tick_s: float) -> None:
         if now >= next_tick:
             life.tick()
             next_tick = now + tick_s
-        if life.ctx.state == DRAINING or life._is_leaving:
+        if life.ctx.state == ServiceState.DRAINING or life._is_leaving:
             if life.is_over:
                 return
             next_tick = min(next_tick, now + 0.02)
@@ -524,7 +522,7 @@ async def _look_after(life: _Life, tick_s: float) -> None:
             life.tick()
             next_tick = now + tick_s
         life.on_control()  # the socket's descriptor is edge-triggered: look again after our own sends
-        await sleep(0.02 if life.ctx_state == DRAINING or life.stop_reason else min(0.1, tick_s))
+        await sleep(0.02 if life.ctx_state == ServiceState.DRAINING or life.stop_reason else min(0.1, tick_s))
 
 
 def _read_parent_async(life: _Life, loop: asyncio.AbstractEventLoop) -> None:

@@ -58,6 +58,9 @@ def _value(kind: Any, name: str, counter: Any) -> Any:
         return next(counter) + 0.5
     if isinstance(kind, info.BoolType):
         return next(counter) % 2 == 0
+    if isinstance(kind, info.EnumType):
+        members = list(kind.cls)
+        return members[next(counter) % len(members)]
     if isinstance(kind, info.StrType):
         return f"{name}{next(counter)}"
     if isinstance(kind, info.BytesType):
