@@ -27,8 +27,6 @@ import jinja2.sandbox
 
 from services.router.client_text import (
     CallArguments,
-    ClientFloat,
-    ClientInt,
     ClientText,
     format_braces,
     format_percent,
@@ -179,6 +177,7 @@ _SELECTING: Final = frozenset(
      "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "sort", "unique"}
 )  # fmt: skip
 """Filters that hand on what they were given."""
+_EXACT: Final = frozenset({"capitalize", "lower", "trim", "upper"})
 _HOLDERS: Final = (dict, list, tuple, jinja2.runtime.LoopContext, jinja2.utils.Cycler, jinja2.utils.Joiner)
 _MAX_POWER: Final = 4096
 _MARKUP: Final = type(jinja2.filters.do_mark_safe(""))
@@ -227,11 +226,15 @@ def _format(template: Any, *args: Any, **kwargs: Any) -> str:
     return format_percent(printed(template), kwargs or args)
 
 
-def _careful(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _careful(plain: Callable[..., Any], *, is_exact: bool) -> Callable[..., Any]:
+    """``is_exact``: it calls one method of its text, which knows whose the result is. Others may put texts together."""
+
     @functools.wraps(plain)
     def careful(*args: Any, **kwargs: Any) -> Any:
         result = plain(*args, **kwargs)
-        if isinstance(result, ClientText) or not isinstance(result, str | list | tuple | int | float):
+        if is_exact and isinstance(result, ClientText):
+            return result
+        if not isinstance(result, str | list | tuple | int | float):
             return result
         return mark(result) if is_client([*args, *kwargs.values()]) else result
 
@@ -252,11 +255,17 @@ def _power(base: Any, exponent: Any) -> Any:
     return base**exponent
 
 
+def _counted(result: Any, *operands: Any) -> Any:
+    """A number made of numbers: a client's if one of these is."""
+    return mark(result) if type(result) in (int, float) and is_client(operands) else result
+
+
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """jinja2 as transformers sets it up, with every way to make a string followed."""
 
     code_generator_class = _Code
-    intercepted_binops = frozenset({"+", "*", "%", "**"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
+    intercepted_unops = frozenset({"-", "+"})
     concat = staticmethod(lambda parts: join_text(map(printed, parts)))
 
     def __init__(self) -> None:
@@ -270,7 +279,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
         for name, plain in self.filters.items():
             if name not in _SELECTING:
-                self.filters[name] = _careful(plain)
+                self.filters[name] = _careful(plain, is_exact=name in _EXACT)
         self.filters.update(join=_join, replace=_replace, format=_format, string=printed)
         self.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         self.binop_table["**"] = _power
@@ -286,20 +295,16 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                 left = left.text
             elif isinstance(right, CallArguments) and isinstance(left, str):
                 right = right.text
-            if isinstance(left, str) and isinstance(right, str):
-                return join_text((printed(left), printed(right)))
         elif operator_name == "%" and isinstance(left, str):
             return format_percent(left, right)
         elif operator_name == "*":
             for many, n in ((left, right), (right, left)):
                 if isinstance(many, str | list | tuple) and isinstance(n, int) and len(many) * n > MAX_REPEATED:
                     raise jinja2.TemplateError(f"{len(many):,} x {n:,} is too long")
-        result = self.binop_table[operator_name](left, right)
-        if type(result) is int and (isinstance(left, ClientInt) or isinstance(right, ClientInt)):
-            return ClientInt(result)
-        if type(result) is float and is_client((left, right)):
-            return ClientFloat(result)
-        return result
+        return _counted(self.binop_table[operator_name](left, right), left, right)
+
+    def call_unop(self, context: Any, operator_name: str, arg: Any) -> Any:
+        return _counted(self.unop_table[operator_name](arg), arg)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)

@@ -228,8 +228,8 @@ def is_client(value: Any) -> bool:
     """Whether something in ``value`` is a client's."""
     if isinstance(value, ClientText):
         return bool(value.spans)
-    if isinstance(value, _KINDS):
-        return True
+    if isinstance(value, _KINDS) or (isinstance(value, str) and type(value) is not str):
+        return True  # of other kinds of strings, as escaped ones, nobody knows what they were made of
     if isinstance(value, list | tuple | set):
         return any(map(is_client, value))
     if isinstance(value, dict):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -52,9 +52,9 @@ EVERYTHING = """[gMASK]
 {{- ('%5s' % m.content) + m.content[1:] + m.content.replace('u', 'u') }}{{ '/'.join([m.content]) }}{{ 'x'.replace('x', m.content) }}
 {{- m.content | wordwrap(5) }}{{ '%s %s' % (m.content, 3) }}{{ '{0!s:>9}'.format(m.content) }}{{ m.content | format }}
 {%- set ns = namespace(t='') %}{% for c in m.content %}{% set ns.t = ns.t + c %}{% endfor %}{{ ns.t }}
-{%- set kept %}{{ m.content }}{% endset %}{{ kept }}{{ {'k': m.content} }}{{ m.content.encode() }}{{ m | string }}
+{%- set kept %}{{ m.content }}{% endset %}{{ kept }}{{ {'k': m.content} }}{{ m.content.encode() }}{{ m.content.encode().decode() }}{{ m | string }}
 {%- filter lower %}{{ m.content }}{% endfilter %}{{ m.content | map('upper') | join }}{{ m.content | first }}{{ m.content | last }}
-{%- autoescape true %}{{ m.content }}{% endautoescape %}{{ m.content.splitlines() | join('\\n') }}{{ m.content.partition('|') | join }}
+{%- autoescape true %}{{ m.content }}{% set x %}{{ m.content | safe }}{% endset %}{% endautoescape %}{{ '%s' % x }}{{ m.content.splitlines() | join('\\n') }}{{ m.content.partition('|') | join }}
 {%- endif -%}
 {%- for call in m.tool_calls or [] -%}
 <|tool|>{{ call.id }}{{ call.function.name }}{{ call.function.arguments }}{{ '' + call.function.arguments }}
@@ -97,7 +97,9 @@ PARTS = [
 ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example("<|user|>\n<|user|>")
+@example(" <think> <think> ")
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(PARTS), min_size=1, max_size=6).map("".join))
 def test_no_position_of_a_client_makes_a_control_token(model: ModelTokenizer, text: str) -> None:
     assert n_controls(ask(model, text)) == n_controls(ask(model, "z"))
@@ -105,6 +107,14 @@ def test_no_position_of_a_client_makes_a_control_token(model: ModelTokenizer, te
 
 def test_a_number_does_not_complete_a_control_token(model: ModelTokenizer) -> None:
     assert len({n_controls(ask(model, "z", number)) for number in (0, 1, 0.5, -0)}) == 1
+
+
+@pytest.mark.parametrize(
+    "made", ["n", "n - n", "n * 0", "-n", "n // 1", "n % 1", "n | int", "n | abs", "n ~ ''", "'%d' % n", "[n] | sum"]
+)
+def test_nor_does_a_number_made_of_it(tmp_path: Path, made: str) -> None:
+    model = make(tmp_path, "<0>{{ messages[0].content }}<{{ " + made + " }}>")
+    assert n_controls(model.encode_chat([{"role": "user", "content": "z"}], {"n": 0})) == 1
 
 
 @pytest.mark.parametrize("flags", [{"lstrip": True, "rstrip": True}, {"single_word": True}, {}])
@@ -167,6 +177,7 @@ def test_ranges_are_followed() -> None:
     assert [spans_of(part) for part in text.partition("a")] == [((3, 4),), ((0, 1),), ((0, 3),)]
     assert [spans_of(part) for part in ClientText("a\r\nb\n").splitlines()] == [((0, 1),), ((0, 1),)]
     assert ClientText(" a  b c ").rsplit(None, 1) == [" a  b", "c"]
+    assert spans_of(ClientText("x").center(3)) == ((0, 3),)
     assert text == "<u> a,b </u>" and hash(text) == hash(str.__str__(text))
 
 
