@@ -190,7 +190,7 @@ class LayerWork:
         if self._told[0] != step:
             self._told = (step, set())
         told = self._told[1]
-        rows_of: dict[tuple[str, str], list[int]] = {}
+        rows_of: dict[tuple[ErrorCode, str], list[int]] = {}
         for row, failure in sorted(self.failed_rows.items()):
             if row not in told:
                 rows_of.setdefault((failure.code, failure.message), []).append(row)

@@ -32,7 +32,9 @@ class _Read:
     source: Source
     is_guess: bool
     is_cancelled: bool = False
-    faults: dict[int, tuple[str, str]] = field(default_factory=dict)  # of the places already tried: code, sentence
+    faults: dict[int, tuple[ErrorCode, str]] = field(
+        default_factory=dict
+    )  # of the places already tried: code, sentence
 
 
 class SlotReads:
@@ -164,7 +166,7 @@ class SlotReads:
         self._submit(replace(read, source=source))
         return True
 
-    def _fault(self, key: Key, done: ReadDone, source: Source) -> tuple[str, str] | None:
+    def _fault(self, key: Key, done: ReadDone, source: Source) -> tuple[ErrorCode, str] | None:
         """A code and a sentence, when what came is not the record."""
         layer, expert = key
         where = f"expert {expert} of layer {layer} in {source.path} at offset {source.offset}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.up import make_parser
+from shared.errors import ErrorCode
 from shared.run.config import Settings, settings_template
 from shared.wire.endpoints import SERVICES
 from tests.contract import golden
@@ -43,6 +44,12 @@ def test_message_table_is_complete_and_gives_the_routes_of_the_docstrings() -> N
     for name, struct in golden.all_messages().items():
         expected[name.split(".")[1]] = (struct.__doc__ or "").split(":")[0].replace("\n", " ").strip()
     assert {row[0].strip("`"): row[1] for row in table("message")} == expected
+
+
+def test_the_error_codes_of_the_api_are_those_of_the_code() -> None:
+    lines = (ROOT / "docs" / "api.md").read_text().partition("\n## Errors\n")[2].splitlines()
+    codes = [line.split("|")[2] for line in lines if re.match(r"\| \d", line)]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(codes))) == sorted(ErrorCode)
 
 
 def test_paths_in_the_documents_exist() -> None:
