@@ -12,7 +12,7 @@ from native.sampling import log_softmax
 from services.router.scheduler import Advance
 from services.router.sequences import Sequence
 from services.router.text_stream import PieceOf
-from shared.errors import ErrorCode, Refused
+from shared.errors import Refused
 from shared.log import Log
 from shared.messages.base import Msg
 from shared.messages.gateway import FinishReason, RequestAccepted, RequestDone, RequestRefused, TokenLogprob, TokenOut
@@ -20,7 +20,7 @@ from shared.messages.router import Submit
 from shared.step.counters import Counters
 from shared.wire.endpoints import GATEWAY
 
-COUNTERS = {FinishReason.ERROR: "failed", FinishReason.ABORT: ErrorCode.ABORTED}
+COUNTERS = {FinishReason.ERROR: "failed", FinishReason.ABORT: "aborted"}
 
 
 class Posts(Protocol):
