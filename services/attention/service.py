@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 
 from native.kernels import ffn_forward, linear, rmsnorm
-from native.library import NativeError, Pool, dispatch_text
+from native.library import NativeError, dispatch_text
 from services.attention.weights import DenseWeights
 from shared.container.layer_weights import attention_step
 from shared.errors import ErrorCode
 from shared.memory.big_memory import Home
-from shared.memory.segments import Segment
+from shared.memory.segments import KV
 from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned, StepPlan
 from shared.messages.drafter import EmbedReady, HeadReady
 from shared.messages.layer import EMBEDDING, HiddenReady, LayerFailed, Mixed
 from shared.messages.router import InputReady, LogitsReady
 from shared.run.lifecycle import Service, ServiceContext
-from shared.step.counters import Counters
-from shared.step.frame import Frame, FrameSet, frame_dims
-from shared.step.stages import Stage, StepTimer
+from shared.step.frame import Frame
+from shared.step.stages import Stage
+from shared.step.workplace import Workplace
 
 
 @dataclass
@@ -54,26 +54,21 @@ class AttentionService(Service):
             Path(config.model_dir), Home.of(config, ctx.log), embedding_on_disk=config.embedding_on_disk
         )
         self._spec = spec = weights.spec
-        self._pool = Pool(config.n_threads)
-        self._kv_segment = Segment.attach(config.run_id, "kv")
-        self._frames_segment = Segment.attach(config.run_id, "frames")
-        self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
-        self._counters_segment = Segment.attach(config.run_id, "counters")
-        self._counters = Counters(self._counters_segment.buf, "attention")
-        self._store_counters = Counters(self._counters_segment.buf, "expert_io")
+        self._place = place = Workplace(config, self.name, spec)
+        place.keep(weights)
+        self._pool, self._counters, self._timer = place.pool, place.counters, place.timer
         self._has_pilot = config.pilot == "on"
-        self._pilot_rows = len(self._frames.frame(0).layer_input)
-        self._timer = StepTimer("attention")
-        n_rows = len(self._frames.frame(0).token)
+        frame = place.frame(0)
+        self._pilot_rows = len(frame.layer_input)
+        n_rows = len(frame.token)
         self._x = np.empty((n_rows, spec.hidden), np.float32)
         self._final = np.empty((n_rows, spec.hidden), np.float32)
         # What the kernels index with is copied: after an abort the router fills the frame while this step is being left.
-        frame = self._frames.frame(0)
         self._position, self._seq = np.empty_like(frame.position), np.empty_like(frame.seq)
         self._table = np.empty_like(frame.block_table)
         # One set of rows serves all layers of a step; only the cache below it changes.
         self._rows, self._caches = attention_step(
-            spec.main_attention, config.kv_dtype, config.n_kv_blocks, self._x, self._kv_segment.buf
+            spec.main_attention, config.kv_dtype, config.n_kv_blocks, self._x, place.segment(KV)
         )
         self._run: StepRun | None = None
         return {"kernels": dispatch_text(), "dense_bytes": str(weights.n_bytes), "memory": weights.describe()}
@@ -82,10 +77,7 @@ class AttentionService(Service):
         return self._run is None
 
     def close(self) -> None:
-        self._pool.close()
-        self._weights.close()
-        for segment in (self._kv_segment, self._frames_segment, self._counters_segment):
-            segment.close()
+        self._place.close()
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -104,7 +96,7 @@ class AttentionService(Service):
             self._run = None
 
     def _help_drafter(self, msg: EmbedWanted | HeadWanted) -> None:
-        frame = self._frames.frame(msg.frame)
+        frame = self._place.frame(msg.frame)
         self._timer.continue_step(frame, msg.step)
         if isinstance(msg, EmbedWanted):
             with self._timer.stage(Stage.EMBED, self._spec.mtp_layer):
@@ -119,7 +111,7 @@ class AttentionService(Service):
     def _on_plan(self, plan: StepPlan) -> None:
         if self._run and plan.step < self._run.plan.step:
             return
-        frame = self._frames.frame(plan.frame)
+        frame = self._place.frame(plan.frame)
         self._timer.begin_step(frame, plan.step)
         n = plan.n_rows
         self._counters.add("steps", 1)
@@ -141,7 +133,7 @@ class AttentionService(Service):
         run = self._run
         if run is None or not run.is_waiting or (msg.step, msg.layer) != (run.plan.step, run.layer):
             return
-        frame = self._frames.frame(run.plan.frame)
+        frame = self._place.frame(run.plan.frame)
         n = run.plan.n_rows
         with self._timer.stage(Stage.RESIDUAL, run.layer):
             np.add(self._x[:n], frame.mixed[:n], out=self._x[:n])
@@ -184,7 +176,7 @@ class AttentionService(Service):
 
     def _wants_input(self, n_rows: int) -> bool:
         """Whether the router guesses experts from a layer's input now."""
-        return self._has_pilot and n_rows <= self._pilot_rows and not self._store_counters.get("pilot_paused")
+        return self._has_pilot and n_rows <= self._pilot_rows and not self._place.store_counters.get("pilot_paused")
 
     def _complete(self, run: StepRun, frame: Frame) -> None:
         n = run.plan.n_rows

@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from native.library import NativeError, Pool, dispatch_text
+from native.library import NativeError, dispatch_text
 from native.sampling import sample
 from services.drafter.mtp import MtpLayer
 from shared.container.reader import Container
 from shared.errors import ErrorCode
 from shared.memory.big_memory import Home
-from shared.memory.segments import Segment
+from shared.memory.segments import MTP_KV
 from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned
 from shared.messages.drafter import DraftWanted, EmbedReady, HeadReady
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
 from shared.messages.router import DraftReady
 from shared.run.lifecycle import Service, ServiceContext
-from shared.step.counters import Counters
-from shared.step.frame import Frame, FrameSet, frame_dims
-from shared.step.stages import Stage, StepTimer
+from shared.step.frame import Frame
+from shared.step.stages import Stage
+from shared.step.workplace import Workplace
 
 
 class Awaits(IntEnum):
@@ -72,32 +72,24 @@ class DrafterService(Service):
         config = ctx.config
         container = Container.open(Path(config.model_dir), with_copies=False)
         self._spec = spec = container.spec
-        self._pool = Pool(config.n_threads)
+        self._place = place = Workplace(config, self.name, spec)
+        self._pool, self._counters, self._timer = place.pool, place.counters, place.timer
         self._draft: Draft | None = None
         self._mtp: MtpLayer | None = None
-        self._segments: list[Segment] = []
         if not config.n_drafts:
             return {"drafts": "off"}
         ctx.set_stage("load MTP layer")
-        kv, frames, counters = (Segment.attach(config.run_id, name) for name in ("mtp_kv", "frames", "counters"))
-        self._segments = [kv, frames, counters]
-        self._frames = FrameSet(frames.buf, frame_dims(config, spec), config.n_frames)
-        self._counters = Counters(counters.buf, "drafter")
-        self._timer = StepTimer("drafter")
-        max_rows = len(self._frames.frame(0).token)
+        max_rows = len(place.frame(0).token)
         home = Home.of(config, ctx.log)
-        self._mtp = MtpLayer(container, self._pool, kv.buf, config.kv_dtype, config.n_kv_blocks, max_rows, home)
+        kv = place.segment(MTP_KV)
+        self._mtp = place.keep(MtpLayer(container, place.pool, kv, config.kv_dtype, config.n_kv_blocks, max_rows, home))
         return {"kernels": dispatch_text(), "drafts": str(config.n_drafts), "memory": self._mtp.describe()}
 
     def is_idle(self) -> bool:
         return self._draft is None
 
     def close(self) -> None:
-        self._pool.close()
-        if self._mtp:
-            self._mtp.close()
-        for segment in self._segments:
-            segment.close()
+        self._place.close()
 
     def handle(self, msg: Any, sender: str) -> None:
         draft = self._draft
@@ -121,7 +113,7 @@ class DrafterService(Service):
             self._bus.post("router", LayerFailed(step, self._spec.mtp_layer, (), ErrorCode.KERNEL_FAILED, str(error)))
 
     def _begin(self, msg: DraftWanted) -> None:
-        frame = self._frames.frame(msg.frame)
+        frame = self._place.frame(msg.frame)
         self._timer.begin_step(frame, msg.step)
         rows = frame.logit_row[: msg.n_logits].copy()
         self._draft = Draft(
@@ -189,4 +181,4 @@ class DrafterService(Service):
         self._bus.post("router", DraftReady(draft.wanted.step, tuple(tuple(tokens) for tokens in draft.tokens)))
 
     def _frame(self, draft: Draft) -> Frame:
-        return self._frames.frame(draft.wanted.frame)
+        return self._place.frame(draft.wanted.frame)

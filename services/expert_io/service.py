@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from native.library import Pool, dispatch_text
+from native.library import dispatch_text
 from services.expert_io import engines
 from services.expert_io.budget import Budget
 from services.expert_io.engine import EngineSetup, ExpertEngine
@@ -46,15 +46,13 @@ from services.expert_io.state import StoreFacts, StoreState
 from shared.container.reader import Container
 from shared.errors import CapacityError
 from shared.memory.big_memory import Home
-from shared.memory.segments import Segment
 from shared.messages.attention import StepAbandoned
 from shared.messages.control import Ram, RamWanted
 from shared.messages.expert_io import ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
 from shared.run.lifecycle import Service, ServiceContext
-from shared.step.counters import Counters
-from shared.step.frame import FrameSet, frame_dims
-from shared.step.stages import Stage, StepTimer, pack_found
+from shared.step.stages import Stage, pack_found
+from shared.step.workplace import Workplace
 
 MIN_READS_TO_FILL = 2
 """Free slots are filled by at least so many reads at a time, and by twice the pieces that the drive takes at once."""
@@ -80,15 +78,18 @@ class ExpertIoService(Service):
             on_bad_mirror=lambda error: ctx.log.warning("mirror_left_out", reason=str(error)),
         )
         self._spec = spec = container.spec
-        self._pool = Pool(config.n_threads)
+        self._place = place = Workplace(config, self.name, spec)
+        self.counters, self._timer = place.counters, place.timer
         layers = tuple(layer for layer in spec.moe_layers if layer < spec.n_layers or config.n_drafts)
         ctx.set_stage("load shared experts")
         home = Home.of(config, ctx.log)
-        self._shared = SharedExperts(container, layers, home)
+        self._shared = place.keep(SharedExperts(container, layers, home))
         ctx.set_stage("allocate slots")
         self._budget = Budget(config, spec.gate_k)
-        setup = EngineSetup(config, container, layers, self._pool, home, ctx.log.warning)
+        setup = EngineSetup(config, container, layers, place.pool, home, ctx.log.warning)
         self.engines, tiers = engines.open_engines(setup, self._budget.n_slots)
+        for engine in self.engines:
+            place.keep(engine)
         self._budgeted = next((i for i, engine in enumerate(self.engines) if engine.is_in_budget), 0)
         self.history = History(config, ctx.log, layers, spec.n_experts)
         pieces = -(-config.slot_bytes // config.read_piece_bytes)
@@ -102,13 +103,8 @@ class ExpertIoService(Service):
         )
         self.state = StoreState(tiers, facts, self.history.expected())
         self._is_predicting = config.pilot != "off"
-        self._frames_segment = Segment.attach(config.run_id, "frames")
-        frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
-        self._work = LayerWork(frames, spec, self._shared, self._pool)
-        self._counters_segment = Segment.attach(config.run_id, "counters")
-        self.counters = Counters(self._counters_segment.buf, "expert_io")
+        self._work = LayerWork(place.frames, spec, self._shared, place.pool)
         self._before = self.counters.read()  # of our predecessors
-        self._timer = StepTimer("expert_io")
         self._message: HiddenReady | None = None  # of the visit under way, with its sender
         self._sender = ""
         self._early: ExpertsWanted | None = None
@@ -139,12 +135,7 @@ class ExpertIoService(Service):
         self.history.save()
         if self.state.guessing.account.recall_of:
             self._ctx.log.info("pilot_account", **self.state.guessing.summary())
-        for engine in self.engines:
-            engine.close()
-        self._pool.close()
-        self._shared.close()
-        self._frames_segment.close()
-        self._counters_segment.close()
+        self._place.close()
 
     # -- messages become events ------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from native.library import Pool, dispatch_text
+from native.library import dispatch_text
 from services.router.answers import Answers
 from services.router.control import ControlPlane
 from services.router.drafting import Drafting, DraftPlan
@@ -45,16 +45,15 @@ from shared.container.reader import Container
 from shared.errors import ErrorCode, Refused, SchemaError
 from shared.memory.big_memory import Home
 from shared.memory.prompt_room import prompt_room_bytes
-from shared.memory.segments import Segment
+from shared.memory.segments import TRACE
 from shared.messages.attention import StepAbandoned, StepPlan
 from shared.messages.drafter import DraftWanted
 from shared.messages.expert_io import NEXT_LAYER, OWN_INPUT, ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed
 from shared.messages.router import Abort, DraftReady, InputReady, LogitsReady, Submit
 from shared.run.lifecycle import Service, ServiceContext
-from shared.step.counters import Counters
-from shared.step.frame import FrameSet, frame_dims
-from shared.step.stages import Stage, StepKind, StepTimer, TraceRing
+from shared.step.stages import Stage, StepKind, TraceRing
+from shared.step.workplace import Workplace
 from shared.wire.endpoints import SERVICES
 
 MAX_WAITING = 256
@@ -79,32 +78,30 @@ class RouterService(Service):
         model_dir = Path(config.model_dir)
         container = Container.open(model_dir, with_copies=False)
         self._spec = spec = container.spec
-        self._pool = Pool(config.n_threads)
+        self._place = place = Workplace(config, self.name, spec)
+        self._pool, self._counters, self._timer = place.pool, place.counters, place.timer
         self._desk: PromptDesk | None = None
         piece_of: PieceOf | None = None
         if has_tokenizer(model_dir):  # its process loads while we do
             room = prompt_room_bytes(config.max_context)
-            self._desk = PromptDesk(model_dir, room, config.max_context - 1, ctx.bus, ctx.log, self._on_prompt)
+            self._desk = place.keep(
+                PromptDesk(model_dir, room, config.max_context - 1, ctx.bus, ctx.log, self._on_prompt)
+            )
             piece_of = read_pieces(model_dir).of
         self._intake = Intake(spec, piece_of, config.max_context)
-        self._frames_segment = Segment.attach(config.run_id, "frames")
-        self._frames = FrameSet(self._frames_segment.buf, frame_dims(config, spec), config.n_frames)
         ctx.set_stage("load gates")
         self._gates = GateSet(
-            container, self._pool, config.pilot, len(self._frames.frame(0).layer_input), Home.of(config, ctx.log)
+            container, self._pool, config.pilot, len(place.frame(0).layer_input), Home.of(config, ctx.log)
         )
-        self._trace_segment = Segment.attach(config.run_id, "trace")
-        self._trace = TraceRing(self._trace_segment.buf)
-        self._counters_segment = Segment.attach(config.run_id, "counters")
-        self._counters = Counters(self._counters_segment.buf, "router")
-        self._store_counters = Counters(self._counters_segment.buf, "expert_io")
-        main = self._frames.frame(MAIN_FRAME)
-        self._timer = StepTimer("router")
-        self._recorder = LogitRecorder(Path(config.record_logits)) if config.record_logits else None
+        self._trace = TraceRing(place.segment(TRACE))
+        main = place.frame(MAIN_FRAME)
+        self._recorder: LogitRecorder | None = None
+        if config.record_logits:
+            self._recorder = place.keep(LogitRecorder(Path(config.record_logits)))
         self._routing: RoutingRecorder | None = None
         if config.record_routing:
             header = trace_header(container, config.model_name, bool(config.n_drafts))
-            self._routing = RoutingRecorder(Path(config.record_routing), header, ctx.log)
+            self._routing = place.keep(RoutingRecorder(Path(config.record_routing), header, ctx.log))
         self._answers = Answers(self._bus, self._counters, ctx.log, piece_of)
         self._scheduler = Scheduler(
             n_blocks=config.n_kv_blocks,
@@ -154,15 +151,7 @@ class RouterService(Service):
         return sum(isinstance(do, End) for do in instructions) + len(unread)
 
     def close(self) -> None:
-        if self._recorder:
-            self._recorder.close()
-        if self._routing:
-            self._routing.close()
-        if self._desk:
-            self._desk.close()
-        self._pool.close()
-        for segment in (self._frames_segment, self._trace_segment, self._counters_segment):
-            segment.close()
+        self._place.close()
 
     @property
     def load_counts(self) -> tuple[int, int]:
@@ -254,14 +243,16 @@ class RouterService(Service):
         flight = self._flights.covering(msg.step)
         if flight is None:
             return
-        frame = self._frames.frame(msg.frame)
+        frame = self._place.frame(msg.frame)
         hidden = frame.hidden[: msg.n_rows]
         with self._timer.stage(Stage.GATE, msg.layer):
             bad = self._gates.choose(msg.layer, hidden, frame.gate_id[: msg.n_rows], frame.gate_weight[: msg.n_rows])
         self._bus.post("expert_io", ExpertsWanted(msg.step, msg.layer, msg.frame, msg.n_rows, flight.n_prefill))
         if bad:
             self._flights.gate_refused(flight, msg.step, msg.layer, bad)
-        if not self._store_counters.get("pilot_paused"):  # guesses that cost more than they bring are not even computed
+        if not self._place.store_counters.get(
+            "pilot_paused"
+        ):  # guesses that cost more than they bring are not even computed
             with self._timer.stage(Stage.PILOT, msg.layer):
                 guess = self._gates.guess_next(msg.layer, hidden)
             if guess and not bad:
@@ -273,7 +264,7 @@ class RouterService(Service):
         if self._flights.covering(msg.step) is None:
             return
         with self._timer.stage(Stage.PILOT, msg.layer):
-            experts = self._gates.guess_own(msg.layer, self._frames.frame(msg.frame).layer_input[: msg.n_rows])
+            experts = self._gates.guess_own(msg.layer, self._place.frame(msg.frame).layer_input[: msg.n_rows])
         self._bus.send("expert_io", PilotHint(msg.step, msg.layer, experts, signal=OWN_INPUT))
 
     # -- steps -----------------------------------------------------------------------------------------------
@@ -285,12 +276,12 @@ class RouterService(Service):
         flight, plan = finished
         with self._timer.stage(Stage.SAMPLE):
             if self._recorder:
-                self._recorder.record(plan, self._frames.frame(MAIN_FRAME).logits)
+                self._recorder.record(plan, self._place.frame(MAIN_FRAME).logits)
             instructions = self._flights.complete(flight, plan, self._choose)
         self._carry_out(instructions)
 
     def _choose(self, sequence: Sequence, logit_row: int, position: int) -> int | Fault:
-        token = choose_token(self._frames.frame(MAIN_FRAME).logits[logit_row], sequence.sampling, position)
+        token = choose_token(self._place.frame(MAIN_FRAME).logits[logit_row], sequence.sampling, position)
         if token is None:
             words = f"The logits of position {position - 1} are not finite: the weights or the input overflow."
             return Fault(ErrorCode.NON_FINITE, words)
@@ -308,7 +299,7 @@ class RouterService(Service):
                     self._bus.send(service, message)
             elif isinstance(do, Deliver):
                 with self._timer.stage(Stage.STREAM):
-                    self._answers.deliver(do.advances, self._frames.frame(MAIN_FRAME).logits)
+                    self._answers.deliver(do.advances, self._place.frame(MAIN_FRAME).logits)
             elif isinstance(do, End):
                 self._answers.done(do.sequence)
             elif isinstance(do, Landed):
@@ -320,7 +311,7 @@ class RouterService(Service):
                 self._ctx.log.info(do.event, **do.fields)
 
     def _run_main(self, flight: Flight, plan: Plan) -> None:
-        frame = self._frames.frame(MAIN_FRAME)
+        frame = self._place.frame(MAIN_FRAME)
         self._timer.begin_step(frame, flight.step)
         with self._timer.stage(Stage.PLAN):
             fill_main(frame, plan)
@@ -335,10 +326,10 @@ class RouterService(Service):
         )
 
     def _run_draft(self, flight: Flight, plan: DraftPlan) -> None:
-        frame = self._frames.frame(DRAFT_FRAME)
+        frame = self._place.frame(DRAFT_FRAME)
         self._timer.begin_step(frame, flight.step)
         with self._timer.stage(Stage.PLAN, self._spec.mtp_layer):
-            fill_draft(frame, self._frames.frame(MAIN_FRAME), plan)
+            fill_draft(frame, self._place.frame(MAIN_FRAME), plan)
         if self._routing:
             self._routing.begin(flight.step, StepKind.DRAFT, draft_notes(plan))
         n_drafting = len(plan.drafting)
@@ -353,7 +344,7 @@ class RouterService(Service):
         if isinstance(flight.plan, Plan):
             kind = StepKind.PREFILL if flight.plan.is_prefill else StepKind.DECODE
         self._timer.record(Stage.STEP, kind, flight.start_ns, time.monotonic_ns(), flight.plan.n_rows)
-        frame = self._frames.frame(flight.frame)
+        frame = self._place.frame(flight.frame)
         for idx, service in enumerate(SERVICES):
             rows = frame.stage_rows(service)
             self._trace.append(idx, rows[(rows["step"] >= flight.step) & (rows["step"] < flight.step + flight.n_steps)])

@@ -235,11 +235,10 @@ class TokenFails:
 
     def expert_io_dies(self, ring: Ring) -> None:
         """Whoever computes the row crashes."""
-        frames = ring.services["router"]._frames
 
         def die(sender: str, receiver: str, msg: Any) -> bool:
             is_row = type(msg).__name__ == "ExpertsWanted" and msg.frame == 0
-            if is_row and self.token in frames.frame(0).token[: msg.n_rows]:
+            if is_row and self.token in ring.frame(0).token[: msg.n_rows]:
                 self.n_failed += 1
                 ring.kill("expert_io")
                 ring.start("expert_io")
@@ -340,8 +339,8 @@ def test_what_rejected_drafts_left_in_the_cache_reaches_nobody(
 ) -> None:
     """Latents and index keys of every place that was not written by an accepted row are NaN, in both caches."""
     with Ring(converted(NAME, "int4"), tmp_path, n_drafts=3) as ring:
-        for segment in (ring.services["attention"]._kv_segment, ring.services["drafter"]._segments[0]):
-            segment.buf[:] = b"\xff" * len(segment.buf)
+        ring.fill_segment("kv", 0xFF)
+        ring.fill_segment("mtp_kv", 0xFF)
         ring.guess = guesser(clean, 3, 1)
         answer = ring.generate(prompt, N_TOKENS)
         assert answer.tokens == clean and answer.done and answer.done.n_accepted
@@ -396,7 +395,6 @@ def test_nothing_in_the_mtp_layer_ends_a_request(
         spoil_experts(model, spec.mtp_layer, list(range(spec.n_experts)))
     with Ring(model, tmp_path, n_drafts=2, embedding_on_disk=True, max_sequences=2) as ring:
         attention, drafter = ring.services["attention"], ring.services["drafter"]
-        frames = ring.services["router"]._frames
         if way == "projection":
             drafter._mtp._enorm[:] = np.nan
         if way == "embedding_unreadable":
@@ -420,7 +418,7 @@ def test_nothing_in_the_mtp_layer_ends_a_request(
 
             def spoilt(frame: Any, final: np.ndarray, n_logits: int) -> None:
                 head(frame, final, n_logits)
-                if frame is frames.frame(1) or final is attention._frames.frame(1).final:
+                if final is ring.frame(1, "attention").final:
                     frame.logits[:n_logits] = np.nan
 
             monkeypatch.setattr(attention, "_head", spoilt)

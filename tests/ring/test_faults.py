@@ -214,7 +214,7 @@ def test_what_the_router_writes_for_its_next_step_does_not_reach_the_one_in_flig
 
         def scribble(sender: str, receiver: str, msg: object) -> bool:
             if isinstance(msg, Mixed | EmbedReady):
-                frame = ring.services["router"]._frames.frame(0 if receiver == "attention" else 1)
+                frame = ring.frame(0 if receiver == "attention" else 1)
                 for field in (frame.position, frame.seq, frame.block_table):
                     field[:] = -7
             return True
@@ -229,11 +229,11 @@ def test_counters_of_a_new_expert_io_go_on(converted: Converted, tmp_path: Path)
     model, prompt = converted(NAME, "int4"), prompt_of()
     with Ring(model, tmp_path, n_slots=7) as ring:
         ring.generate(prompt, 3)
-        before = ring.services["expert_io"].counters.read()
+        before = ring.counters("expert_io")
         ring.kill("expert_io")
         ring.start("expert_io")
         ring.generate(prompt[:3], 1)
-        after = ring.services["expert_io"].counters.read()
+        after = ring.counters("expert_io")
     for name in ("bytes_demand", "reads", "evictions", "io_busy_ns"):
         assert after[name] > before[name] > 0, name
 

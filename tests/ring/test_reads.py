@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import shutil
 import uuid
 from collections import Counter
@@ -92,6 +93,8 @@ def test_a_short_read_and_an_error_are_invisible_and_a_lasting_one_ends_the_requ
                 errors[done.error_code] = done.error
         assert set(errors) == {"expert_read_failed"}
         text = errors["expert_read_failed"]
+        layer = int(re.search(r"of layer (\d+) ", text)[1])  # type: ignore[index]  # the first that an accepted row reached
+        file = service.engines[0].reads.sources.files[layer]
         assert f"at offset {bad}" in text and str(file.path) in text
         assert f"expected {file.record_bytes} bytes, received " in text and os.strerror(errno.EIO) in text
         lib.cb_reader_hooks_for_test(None, None)

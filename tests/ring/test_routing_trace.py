@@ -19,11 +19,10 @@ def test_every_row_of_every_layer_is_in_the_trace(converted: Converted, tmp_path
     chosen: list[tuple[int, int, bytes]] = []
     path = tmp_path / "trace"
     with Ring(model, tmp_path, record_routing=str(path), prefill_chunk=7, n_drafts=2) as ring:
-        frames = ring.services["router"]._frames
 
         def watch(sender: str, receiver: str, msg: object) -> bool:
             if type(msg).__name__ == "ExpertsWanted":
-                frame = frames.frame(msg.frame)  # type: ignore[attr-defined]
+                frame = ring.frame(msg.frame)  # type: ignore[attr-defined]
                 ids = frame.gate_id[: msg.n_rows].astype("<u2").tobytes()  # type: ignore[attr-defined]
                 chosen.append((msg.step, msg.layer, ids))  # type: ignore[attr-defined]
             return True

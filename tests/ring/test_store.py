@@ -88,7 +88,7 @@ def test_a_new_store_fills_its_slots_in_order_of_use_before_anybody_asks(convert
     with Ring(model, tmp_path, n_slots=n_slots, usage_path=str(usage)) as ring:
         assert warm(ring) == 0, "there is nothing to know yet"
         first = ring.generate(prompt, 12).tokens
-        cold = ring.services["expert_io"].counters.read()
+        cold = ring.counters("expert_io")
         assert not usage.exists(), "written at most once a minute and at the end"
     assert usage.stat().st_mode & 0o777 == 0o600
     with Ring(model, tmp_path, n_slots=n_slots, usage_path=str(usage)) as ring:

@@ -6,6 +6,7 @@ is that of the queues, or shuffled by a seed (messages of one sender to one rece
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import select
@@ -32,8 +33,8 @@ from shared.messages.gateway import RequestDone, RequestRefused, TokenOut
 from shared.messages.router import DraftReady, Sampling, Submit
 from shared.model.kv_layout import KV_BLOCK, blocks_for, kv_layout
 from shared.run.config import GroupConfig
-from shared.step.counters import SEGMENT_BYTES
-from shared.step.frame import frame_bytes, frame_dims
+from shared.step.counters import SEGMENT_BYTES, read_all
+from shared.step.frame import Frame, frame_bytes, frame_dims
 from shared.wire.codec import Decoder, Encoder
 
 SERVICES = {
@@ -189,6 +190,22 @@ class Ring:
         for service in self.services.values():
             service.close()
         unlink_run(self.config.run_id)
+
+    # -- what tests look at or spoil -------------------------------------------------------------------------------
+
+    def frame(self, idx: int, service: str = "router") -> Frame:
+        """A step frame as ``service`` has it: the same bytes for all."""
+        frame: Frame = self.services[service]._place.frame(idx)
+        return frame
+
+    def counters(self, service: str) -> dict[str, int]:
+        with contextlib.closing(Segment.attach(self.config.run_id, "counters")) as segment:
+            return read_all(segment.buf)[service]
+
+    def fill_segment(self, name: str, byte: int) -> None:
+        """Every byte of a segment."""
+        with contextlib.closing(Segment.attach(self.config.run_id, name)) as segment:
+            segment.buf[:] = bytes([byte]) * len(segment.buf)
 
     # -- messages --------------------------------------------------------------------------------------------
 
