@@ -10,7 +10,7 @@ import click
 
 from cli.options import PATH_TEXT, SIZE
 from shared.errors import CapacityError, ConfigError
-from shared.machine.memory_probe import limits_of, own_bytes, page_cache_bytes, probe_memory
+from shared.machine.memory_probe import limits_of, own_bytes, page_cache_bytes, probe_memory, service_bytes
 from shared.memory.big_memory import named_bytes
 from shared.memory.segments import run_bytes
 from shared.messages import control
@@ -69,7 +69,7 @@ def make_report(config: GroupConfig, ram: control.Ram) -> dict[str, Any]:
     found = running.processes(run_dir)
     pids = {name: int(entry["pid"]) for name, entry in found.get("services", {}).items() if entry.get("pid")}
     owner = int(running.read_json(run_dir / LOCK_NAME).get("pid", 0))
-    held = {name: own_bytes(pid) for name, pid in pids.items()}
+    held = {name: service_bytes(pid) for name, pid in pids.items()}
     for name, n_bytes in named_bytes(config).items():
         held[name] = held.get(name, 0) + n_bytes
     held[GROUP] = sum(own_bytes(pid) for pid in (running.keeper_pid(run_dir) or 0, owner) if pid)

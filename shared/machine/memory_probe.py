@@ -100,6 +100,19 @@ def own_bytes(pid: int) -> int:
     return sizes.get("Pss:", 0) - sizes.get("Pss_Shmem:", 0)
 
 
+def children_of(pid: int) -> list[int]:
+    """Processes that this one has started."""
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def service_bytes(pid: int) -> int:
+    """``own_bytes`` of a service and of its children (the router's prompt process)."""
+    return own_bytes(pid) + sum(map(own_bytes, children_of(pid)))
+
+
 def file_bytes(path: Path) -> int:
     """Memory that a file of a memory file system holds, touched or reserved; 0 when it is gone."""
     try:

@@ -18,6 +18,8 @@ from typing import Any
 
 import httpx2
 
+from shared.machine.memory_probe import children_of
+
 UP = (sys.executable, "-m", "deploy.up")
 START_TIMEOUT_S = 90.0
 KEPT = {"lock", "log"}
@@ -118,7 +120,8 @@ class Group:
 
     def note_pids(self) -> None:
         found = self.processes()
-        self.seen_pids |= {int(entry["pid"]) for entry in found.get("services", {}).values() if entry.get("pid")}
+        pids = {int(entry["pid"]) for entry in found.get("services", {}).values() if entry.get("pid")}
+        self.seen_pids |= pids.union(*map(children_of, pids))
         if found.get("keeper"):
             self.seen_pids.add(int(found["keeper"][0]))
 

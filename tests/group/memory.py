@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from shared.machine.memory_probe import file_bytes, own_bytes
+from shared.machine.memory_probe import file_bytes, own_bytes, service_bytes
 from shared.memory.segments import run_bytes
 from tests.group.harness import Group
 
@@ -21,12 +21,15 @@ V1 = Path("/sys/fs/cgroup/memory")
 
 
 def held_bytes(group: Group) -> dict[str, int]:
-    """What each process of the group holds by itself (keeper and colibri-up included), and the segments in full."""
+    """What each process of the group holds by itself (keeper and colibri-up included), and the segments in full.
+
+    A service's own child counts with it.
+    """
     found = group.processes()
     pids = {name: int(entry["pid"]) for name, entry in found.get("services", {}).items() if entry.get("pid")}
-    pids["keeper"] = int((found.get("keeper") or [0])[0])
-    pids["up"] = group.process.pid if group.process else 0
-    held = {name: own_bytes(pid) for name, pid in pids.items() if pid}
+    held = {name: service_bytes(pid) for name, pid in pids.items()}
+    starters = {"keeper": int((found.get("keeper") or [0])[0]), "up": group.process.pid if group.process else 0}
+    held |= {name: own_bytes(pid) for name, pid in starters.items() if pid}
     held["segments"] = run_bytes(group.run_id)
     for path in named_files(group):
         held[path.name.partition("+")[2]] = file_bytes(path)
