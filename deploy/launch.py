@@ -27,7 +27,7 @@ from shared.run import running
 from shared.run.child import child_environment, python_command
 from shared.run.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked, passed_on
 from shared.run.lifecycle import read_last_words
-from shared.wire.endpoints import DRAFTER, Endpoints, default_run_dir
+from shared.wire.endpoints import DRAFTER, GATEWAY, Endpoints, default_run_dir
 
 if TYPE_CHECKING:
     from shared.container.reader import Container
@@ -287,8 +287,8 @@ class GroupProcess:
                     raise self._start_failed(service, words)
             status = self.status(POLL_S)
             yield status
-            if status and status.is_ready:
-                return
+            if status and status.is_ready and gateway_serves(status):
+                return  # the gateway learns of the group's state a moment later than the router
             time.sleep(POLL_S / 5)
 
     def _start_failed(self, service: str, words: tuple[int, str] | None) -> StartFailed:
@@ -338,6 +338,23 @@ class GroupProcess:
         self._control.close(0)
         wait_services_gone(self.run_dir)
         rundir.clean_run(self.run_dir, self.config.run_id)
+
+
+def gateway_serves(status: control.Status) -> bool:
+    """Whether the gateway itself says that the group can serve."""
+    from http.client import HTTPConnection, HTTPException
+    from urllib.parse import urlsplit
+
+    url = next((value for s in status.services if s.service == GATEWAY for name, value in s.facts if name == "url"), "")
+    address = urlsplit(url)
+    connection = HTTPConnection(address.hostname or "", address.port, timeout=1.0)
+    try:
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def start(plan: Plan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupProcess:

@@ -44,6 +44,7 @@ class ControlPlane:
         self._told = RingView()
         self._must_publish = True
         self._published_at = 0.0
+        self._published_load = (0, 0)
         ctx.bus.add_control(self._server, self._on_messages)
         ctx.add_tick(self._tick)
 
@@ -93,6 +94,11 @@ class ControlPlane:
             self._must_publish = True
             self._publish(time.monotonic())
 
+    def load_changed(self) -> None:
+        """The router has taken a request, begun with it or ended it: the gateway's numbers are never late."""
+        if self._load_counts() != self._published_load:
+            self._publish(time.monotonic())
+
     @property
     def _is_serving(self) -> bool:
         """The router service is loaded: before that it can't be called."""
@@ -109,7 +115,7 @@ class ControlPlane:
 
     def _publish(self, now: float) -> None:
         config = self._ctx.config
-        n_running, n_waiting = self._load_counts()
+        self._published_load = n_running, n_waiting = self._load_counts()
         group = self._group
         state = GroupState(
             is_ready=group.is_ready,

@@ -17,8 +17,11 @@ class Intake:
         self._piece_of = piece_of
         self._max_context = max_context
 
-    def accept(self, msg: Submit, prompt: list[int]) -> Sequence:
-        """The sequence, tokens of an earlier router's answer (``resume_ids``) included. Raises Refused."""
+    def accept(self, msg: Submit, prompt: list[int], turn_ends: frozenset[int] = frozenset()) -> Sequence:
+        """The sequence, tokens of an earlier router's answer (``resume_ids``) included. Raises Refused.
+
+        ``turn_ends``: control tokens with which the template begins turns; one of them ends an answer of chat.
+        """
         param = "messages" if msg.messages_json is not None else "prompt"
         limit, vocab = self._max_context, self._spec.vocab
         if not prompt:
@@ -39,6 +42,7 @@ class Intake:
                 param=param,
             )
         room = limit - len(prompt)
+        ends = frozenset(self._spec.eos_ids) | (turn_ends if msg.messages_json is not None else frozenset())
         sequence = Sequence(
             request=msg.request,
             n_prompt=len(prompt),
@@ -46,7 +50,7 @@ class Intake:
             max_tokens=room if msg.max_tokens is None else min(msg.max_tokens, room),
             sampling=msg.sampling,
             text=TextStream(self._piece_of, msg.stop, is_start=msg.messages_json is not None),
-            eos_ids=frozenset() if msg.ignore_eos else frozenset(self._spec.eos_ids),
+            eos_ids=frozenset() if msg.ignore_eos else ends,
             n_logprobs=msg.n_logprobs,
         )
         for token in msg.resume_ids[: sequence.max_tokens]:

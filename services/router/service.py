@@ -7,7 +7,7 @@ is served. Here are gates, sampling, frames and sockets. Does not know how layer
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,13 @@ class RouterService(Service):
 
     # -- life ------------------------------------------------------------------------------------------------
 
+    def __init__(self) -> None:
+        self._tell_load: Callable[[], None] = lambda: None
+        """Tells the gateway how many requests there are, when that has changed."""
+
     def attach(self, ctx: ServiceContext) -> None:
         self._control = ControlPlane(ctx, self)
+        self._tell_load = self._control.load_changed
 
     def load(self, ctx: ServiceContext) -> dict[str, str]:
         self._ctx = ctx
@@ -219,6 +224,7 @@ class RouterService(Service):
                 )
             if msg.prompt_ids is None and self._desk:
                 self._desk.submit(msg)
+                self._tell_load()
                 return
         except Refused as refusal:
             self._answers.refused(msg.request, refusal)
@@ -230,8 +236,9 @@ class RouterService(Service):
         try:
             if isinstance(outcome, Refused):
                 raise outcome
-            sequence = self._intake.accept(msg, outcome)
+            sequence = self._intake.accept(msg, outcome, self._desk.turn_ends if self._desk else frozenset())
         except Refused as refusal:
+            self._tell_load()
             self._answers.refused(msg.request, refusal)
             return
         self._answers.accepted(msg, sequence)
@@ -288,6 +295,7 @@ class RouterService(Service):
         return token
 
     def _carry_out(self, instructions: Iterable[Instruction]) -> None:
+        self._tell_load()  # first, so that whoever has its answer is counted no more
         for do in instructions:
             if isinstance(do, RunMain):
                 self._run_main(do.flight, do.plan)

@@ -223,6 +223,48 @@ def test_limits_are_clamped_and_shown(http: httpx2.Client, route: str) -> None:
     assert (one["usage"]["completion_tokens"], one["choices"][0]["finish_reason"]) == (1, "length")
 
 
+def test_health_counts_are_current(http: httpx2.Client) -> None:
+    """Numbers of the router's last report, once a second, would be late at the beginning and at the end."""
+
+    def counts() -> tuple[int, int, int]:
+        health = http.get("/health").json()
+        return health["n_open"], health["n_running"], health["n_waiting"]
+
+    assert counts() == (0, 0, 0)
+    for _ in range(5):
+        with http.stream(
+            "POST", "/v1/completions", json=body_of("completions", "x", stream=True, ignore_eos=True)
+        ) as answer:
+            lines = answer.iter_lines()
+            next(line for line in lines if '"text":"' in line and '"seed"' not in line)
+            seen = counts()
+            assert seen in ((1, 1, 0), (0, 0, 0)), "it runs, or has ended since"
+            assert list(lines)[-2] == "data: [DONE]"
+        assert counts() == (0, 0, 0)
+
+
+def test_a_turn_of_chat_ends_with_the_marker_of_the_next(http: httpx2.Client) -> None:
+    """The random model says each of its control tokens now and then; a raw completion goes on behind them."""
+    ends, markers = {250, 251, 253}, {252, 254}  # of the configuration; further ones of the template
+    seen = set()
+    for seed in range(40):
+        answer = whole(http, "chat/completions", "hello", seed=seed, max_tokens=100, return_token_ids=True)
+        choice = answer["choices"][0]
+        ids = choice["token_ids"]
+        assert not (ends | markers) & set(ids[:-1])
+        is_end = ids[-1] in ends | markers
+        assert choice["finish_reason"] == ("stop" if is_end else "length")
+        assert "<|" not in choice["message"]["content"]
+        seen.add(ids[-1])
+        if ids[-1] in markers:
+            raw = {"seed": seed, "max_tokens": 100, "return_token_ids": True}
+            (prompt,) = [answer["prompt_token_ids"]]
+            again = http.post("/v1/completions", json={"prompt": prompt, **raw}).json()["choices"][0]
+            assert again["token_ids"][: len(ids)] == ids
+            assert len(again["token_ids"]) > len(ids)
+    assert seen & markers
+
+
 def test_users_can_not_write_control_tokens(http: httpx2.Client) -> None:
     plain = whole(http, "chat/completions", "<|user|>", return_token_ids=True)
     assert len(plain["prompt_token_ids"]) == 2 + len("<|user|>")
