@@ -34,6 +34,7 @@ from shared.container.mirror import (
 from shared.container.reader import Container, ExpertFile, file_facts
 from shared.errors import CapacityError, ContainerError
 from shared.files import open_file
+from shared.kept import put_in_place
 
 Records = dict[int, frozenset[int]]
 """Layer -> experts."""
@@ -193,7 +194,7 @@ def _stage_file(
         os.fsync(out.fileno())
         os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if path != final:
-        os.replace(path, final)
+        put_in_place(path, final)
     return n_copied
 
 

@@ -38,7 +38,7 @@ from shared.container.recognise import UNFINISHED_DIR as STATE_DIR
 from shared.container.safetensors_file import build_header
 from shared.errors import CapacityError, ContainerError
 from shared.files import open_file, read_file
-from shared.kept import replace_file
+from shared.kept import put_in_place, replace_file
 
 _SYNC_BYTES = 256 << 20
 _JOURNAL_LIMIT_BYTES = 256 << 20
@@ -162,14 +162,10 @@ class ContainerWriter:
 
     def put_file(self, name: str, content: bytes) -> None:
         """Writes a small file atomically."""
-        partial = self.out / f"{name}.partial"
+        final, partial = self.out / name, self.out / f"{name}.partial"
         try:
-            partial.parent.mkdir(exist_ok=True)
-            with os.fdopen(open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, self.out / name)
+            final.parent.mkdir(exist_ok=True)
+            replace_file(final, content, mode=0o666, is_durable=True, by_way_of=partial)
         except OSError as error:
             raise CapacityError(
                 f"{self.out / name} can't be written: {error.strerror}. Free some space and run the same command again."
@@ -201,7 +197,6 @@ class ContainerWriter:
         fingerprint = fingerprint_of(self.plan, dense, experts)
         index = Index(FORMAT_VERSION, family, fingerprint, self.plan.precision, converter, dense, experts)
         self.put_file(INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=1) + b"\n")
-        self._sync_directory()
         shutil.rmtree(self._state, ignore_errors=True)
         return index
 
@@ -239,8 +234,7 @@ class ContainerWriter:
                 self._write_groups(file, log, at, groups[len(lines) :], lines, produce, progress, witness)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, final)
-        self._sync_directory()
+        put_in_place(partial, final)
         return lines
 
     def _write_groups(
@@ -343,9 +337,6 @@ class ContainerWriter:
             replace_file(plan_path, encoded)
         except OSError as error:
             raise CapacityError(f"{plan_path} can't be written: {error.strerror}.") from None
-
-    def _sync_directory(self) -> None:
-        os.fsync(self._lock_fd)
 
 
 def _plan_in(path: Path) -> bytes:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from deploy import rundir
 from deploy.supervisor_conf import render, services_of
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
+from shared.kept import replace_file
 from shared.messages import control
 from shared.messages.control import ServiceState
 from shared.run import running
@@ -370,7 +371,7 @@ def start(plan: Plan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupPro
             warm_sets.adopt(plan.adopts, config.run_id)
         create_segments(plan)
         Endpoints(run_dir, config.run_id).socket_dir.mkdir(mode=0o700, exist_ok=True)
-        (run_dir / rundir.SUPERVISOR_CONF_NAME).write_text(render(config))
+        replace_file(run_dir / rundir.SUPERVISOR_CONF_NAME, render(config).encode())
         freeze(config, run_dir / FROZEN_NAME)
         url = f"http://{config.host}:{config.port}"
         rundir.describe_lock(lock_fd, pid=os.getpid(), url=url, run_id=config.run_id)

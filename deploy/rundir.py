@@ -88,9 +88,9 @@ def clean_run(run_dir: Path, run_id: str, *, was_killed: bool = False) -> None:
     shutil.rmtree(Endpoints(run_dir, run_id).socket_dir, ignore_errors=True)
     for name in _VOLATILE_DIRS:
         shutil.rmtree(run_dir / name, ignore_errors=True)
-    for name in _VOLATILE:
+    for path in (*(run_dir / name for name in _VOLATILE), *run_dir.glob("*.new")):  # .new: killed while writing
         with contextlib.suppress(OSError):
-            (run_dir / name).unlink()
+            path.unlink()
 
 
 def _clean_named_memory(run_dir: Path, run_id: str, was_killed: bool) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from bench.peers.shapes import BLOCK_BYTES, Model, Tensor
 from shared.errors import CapacityError, ConfigError
+from shared.kept import put_in_place
 
 ALIGN = 32
 TYPE_IDS: Mapping[str, int] = {"F32": 0, "Q4_0": 2, "Q8_0": 8}
@@ -40,7 +41,7 @@ def write_gguf(path: Path, model: Model, seed: int = 0, progress: Callable[[int]
             _write(file, model, np.random.default_rng(seed), progress)
             file.flush()
             os.fsync(file.fileno())
-        part.rename(path)
+        put_in_place(part, path)
     finally:
         part.unlink(missing_ok=True)
 

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from shared.errors import ContainerError
-from shared.files import open_file, read_file, strict_json
+from shared.files import read_file, strict_json
+from shared.kept import replace_file
 
 MANIFEST_NAME = "mirror.json"
 MANIFEST_VERSION = 1
@@ -116,17 +117,13 @@ def read_manifest(directory: Path, fingerprint: str, files: Mapping[str, FileFac
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Replaces the manifest at once or not at all, on disk when it returns. Raises OSError."""
-    new = directory / f"{MANIFEST_NAME}.partial"
-    with os.fdopen(open_file(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, directory / MANIFEST_NAME)
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    replace_file(
+        directory / MANIFEST_NAME,
+        msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n",
+        mode=0o666,
+        is_durable=True,
+        by_way_of=directory / f"{MANIFEST_NAME}.partial",
+    )
 
 
 def held_files(directory: Path, model_dir: Path, fingerprint: str, files: Mapping[str, FileFacts]) -> dict[str, Held]:

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from shared.errors import CapacityError, ConfigError
+from shared.kept import replace_file
 from shared.machine.memory_probe import file_bytes
 from shared.machine.processes import process_start
 
@@ -119,11 +120,7 @@ def add_owner(run_id: str, pid: int) -> None:
     path = _owner_path(run_id)
     owners = _read_owners(path)
     owners.append([pid, process_start(pid) or 0])
-    new = path.with_suffix(".owner-new")
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "w") as file:
-        json.dump(owners, file)
-    new.replace(path)
+    replace_file(path, json.dumps(owners).encode(), by_way_of=path.with_suffix(".owner-new"))
 
 
 def _read_owners(path: Path) -> list[list[int]]:

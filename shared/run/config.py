@@ -263,10 +263,7 @@ def read_budget(config: GroupConfig) -> int:
 
 def write_budget(config: GroupConfig, n_bytes: int) -> None:
     """Another budget from now on, also for a service that is started again."""
-    path = Path(config.run_dir) / BUDGET_NAME
-    new = path.with_name(f".{BUDGET_NAME}")
-    new.write_text(str(n_bytes))
-    new.replace(path)
+    replace_file(Path(config.run_dir) / BUDGET_NAME, str(n_bytes).encode())
 
 
 if __name__ == "__main__":  # make template

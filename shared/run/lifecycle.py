@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ChecksumMismatch, ColibriError, ConfigError, ShortRead
+from shared.kept import replace_file
 from shared.log import Log
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.base import Msg
@@ -291,7 +292,7 @@ def write_last_words(run_dir: Path, service: str, exit_code: int, reason: str) -
     path = run_dir / "failed" / f"{service}.json"
     with contextlib.suppress(OSError):  # nothing better can be done while dying
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.write_text(json.dumps({"service": service, "exit_code": exit_code, "reason": reason}))
+        replace_file(path, json.dumps({"service": service, "exit_code": exit_code, "reason": reason}).encode())
 
 
 def read_last_words(run_dir: Path, service: str) -> tuple[int, str] | None:
@@ -312,9 +313,7 @@ def next_incarnation(run_dir: Path, service: str) -> int:
         incarnation = 1
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        new = path.with_name(f".{service}")
-        new.write_text(str(incarnation))
-        new.replace(path)
+        replace_file(path, str(incarnation).encode())
     except OSError as error:
         raise ConfigError(f"run directory {run_dir} can't be written: {error.strerror}") from None
     (run_dir / "failed" / f"{service}.json").unlink(missing_ok=True)  # words of an earlier incarnation

@@ -8,6 +8,7 @@ from typing import Any
 
 from shared.errors import ConfigError
 from shared.files import read_file
+from shared.kept import replace_file
 from shared.machine.processes import process_start
 from shared.run.config import FROZEN_NAME, GroupConfig, is_locked, load_frozen
 
@@ -24,9 +25,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: object) -> None:
-    new = path.with_name(f".{path.name}")
-    new.write_text(json.dumps(value))
-    new.replace(path)
+    """Replaces the file at once. Raises OSError."""
+    replace_file(path, json.dumps(value).encode())
 
 
 def running_config(run_dir: Path) -> GroupConfig:

@@ -111,6 +111,19 @@ def test_commands_write_through_the_terminal_module_alone() -> None:
             assert called not in writes, f"{name}:{node.lineno} writes by {called}"
 
 
+def test_files_are_replaced_in_one_place() -> None:
+    """``shared/kept.py`` writes and renames. The others listed only give a file that is there another name."""
+    renaming = {"shared/kept.py", "shared/memory/warm_sets.py", "conversion/writer.py", "conversion/staging.py"}
+    for path in sources():
+        name = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            is_rename = called in ("os.replace", "os.rename") or called.endswith(".rename")
+            assert not is_rename or name in renaming, f"{name}:{node.lineno} renames by {called}"
+            is_write = called.endswith((".write_text", ".write_bytes"))
+            assert not is_write or name.startswith(("cli/", "bench/")), f"{name}:{node.lineno} writes by {called}"
+
+
 def test_native_imports_nothing_of_ours() -> None:
     for path in (ROOT / "native").rglob("*.py"):
         ours = {m for m in imported(path) if m.split(".")[0] in {*PACKAGES, "models"} - {"native"}}
