@@ -5,6 +5,7 @@ Bounded memory: matrices are read, packed and written in pieces of a few thousan
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -185,19 +186,23 @@ class Conversion:
             raise ContainerError(f"{self.source / name} can't be read: {error.strerror}.") from None
 
     def _refuse_foreign_layouts(self) -> None:
-        wanted = {self._source(item).name for file in self.plan.dense for item in file.items}
-        wanted |= {
-            name
-            for layer in self.plan.experts
-            for e in range(layer.n_experts)
-            for name, _ in self._expert_sources(layer, e)
-        }
-        found = find_foreign({name: tensor.entry for name, tensor in self.checkpoint.tensors.items()}, wanted)
+        tensors = self.checkpoint.tensors
+        # A config.json may call for more tensors than memory has room for; those of the shards can't be more than there are.
+        wanted = set(itertools.islice(self._wanted_names(), 2 * len(tensors)))
+        found = find_foreign({name: tensor.entry for name, tensor in tensors.items()}, wanted)
         if found:
             raise ContainerError(
                 f"{self.checkpoint.where(found.tensor)}: this checkpoint is in a layout that is not understood: {found.what}. "
                 f"{found.remedy}"
             )
+
+    def _wanted_names(self) -> Iterator[str]:
+        """The checkpoint's tensors that the model is made from, without scales."""
+        for file in self.plan.dense:
+            yield from (self._source(item).name for item in file.items)
+        for layer in self.plan.experts:
+            for expert in range(layer.n_experts):
+                yield from (name for name, _ in self._expert_sources(layer, expert))
 
     def _is_mtp(self, name: str) -> bool:
         return name.startswith((f"model.layers.{self.spec.mtp_layer}.", "mtp."))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -76,6 +77,12 @@ class Converter(msgspec.Struct, frozen=True):
 
     version: str
     arguments: dict[str, str]
+
+
+class Version(msgspec.Struct, frozen=True):
+    """Of a JSON file of ours, read before anything else is believed."""
+
+    format_version: Any = None
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,17 +11,17 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import chain, combinations
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from shared.container.format import Version
 from shared.errors import ContainerError
 from shared.files import read_file, strict_json
 from shared.kept import replace_file
 
 MANIFEST_NAME = "mirror.json"
 MANIFEST_VERSION = 1
-_MANIFEST_LIMIT_BYTES = 64 << 20
+_MANIFEST_LIMIT_BYTES = 16 << 20
 
 
 class ManifestFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,7 +85,7 @@ def read_manifest(directory: Path, fingerprint: str, files: Mapping[str, FileFac
         raise ContainerError(f"{path} can't be read: {error.strerror}.") from None
     again = f"Run `colibri mirror stage MODEL {directory}` into an empty directory."
     try:
-        version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
+        version = msgspec.json.decode(raw, type=Version).format_version
         if version != MANIFEST_VERSION:
             raise ContainerError(
                 f"{path} has format version {version!r}, this program reads {MANIFEST_VERSION}. {again}"

@@ -36,6 +36,7 @@ from shared.container.format import (
     ExpertsRecord,
     Facts,
     Index,
+    Version,
     check_precision,
     plan_container,
     plan_facts,
@@ -49,7 +50,8 @@ from shared.model.spec import ModelSpec
 
 _PIECE_BYTES = 4 << 20
 _N_READERS = 4
-_INDEX_LIMIT_BYTES = 256 << 20
+_INDEX_LIMIT_BYTES = 64 << 20
+_SEARCHED_BYTES = 8 << 20
 TOKENIZER_NAME = "tokenizer.json"
 
 
@@ -417,7 +419,7 @@ def _read_index(path: Path) -> Index:
             raise ContainerError(why_no_container(path)) from None
         raise ContainerError(f"{index_path} can't be read: {error.strerror}.") from None
     try:
-        version = msgspec.json.decode(raw, type=dict[str, Any]).get("format_version")
+        version = msgspec.json.decode(raw, type=Version).format_version
         if version != FORMAT_VERSION:
             raise ContainerError(
                 f"{index_path} has format version {_short(repr(version))}, this program reads version {FORMAT_VERSION}. "
@@ -436,7 +438,7 @@ def _culprit(raw: bytes) -> str:
     """Which entry of ``colibri.json`` is malformed, as far as that can be told: msgspec names no keys of a map."""
     parts: tuple[tuple[str, type], ...] = (("dense", DenseRecord), ("experts", ExpertsRecord))
     with contextlib.suppress(ValueError, RecursionError):
-        parsed = strict_json(raw)
+        parsed = strict_json(raw) if len(raw) <= _SEARCHED_BYTES else None
         for part, record in parts:
             entries = parsed.get(part) if isinstance(parsed, dict) else None
             for name, value in entries.items() if isinstance(entries, dict) else ():

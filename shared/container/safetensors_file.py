@@ -19,7 +19,8 @@ from shared.container.format import RECORD_ALIGN, Stored
 from shared.errors import ContainerError
 from shared.files import open_file, strict_json
 
-_HEADER_LIMIT = 100_000_000
+_HEADER_LIMIT = 32 << 20
+"""Four times what the largest model needs that has all of its experts in one file."""
 _DTYPE_BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -545,3 +546,19 @@ def test_named_templates_are_copied(tmp_path: Path) -> None:
     Conversion(source, "int4").run(tmp_path / "out")
     copied = tmp_path / "out" / "additional_chat_templates"
     assert [(path.name, path.read_text()) for path in copied.iterdir()] == [("tool_use.jinja", "tool_use.jinja")]
+
+
+@pytest.mark.timeout(30)
+def test_config_that_calls_for_more_than_there_can_be(small: Any, tmp_path: Path) -> None:
+    """Hundreds of millions of expert tensors: refused by the first that is missing, without listing them."""
+    config, tensors = small
+    huge = {**config, "num_hidden_layers": 2000, "n_routed_experts": 65536, "n_group": 1, "topk_group": 1}
+    for key in ("mlp_layer_types", "indexer_types", "index_topk_pattern"):
+        huge.pop(key, None)
+    source = write_checkpoint(tmp_path / "in", huge, {"model.safetensors": tensors})
+    tracemalloc.start()
+    with pytest.raises((ContainerError, ConfigError)):
+        Conversion(source, "int4", has_mtp=False)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 500 << 20
