@@ -5,6 +5,8 @@ No sockets, no clock of its own. Runs in the gateway.
 
 from __future__ import annotations
 
+import codecs
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -132,7 +134,6 @@ class Shape:
         self._texts: list[str] = []
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprob] = []
-        self._offset = 0
 
     # stream
 
@@ -141,10 +142,10 @@ class Shape:
 
     def delta(self, out: TokenOut) -> bytes | None:
         """One chunk, or None when nothing of ``out`` is visible yet."""
-        has_logprobs = bool(out.logprobs) and self.wanted.submit.n_logprobs is not None
-        if not (out.text or has_logprobs or (self.wanted.return_token_ids and out.tokens)):
+        choice = self._piece(out.text, out.tokens, out.logprobs, None)
+        if not (out.text or choice.logprobs or (self.wanted.return_token_ids and out.tokens)):
             return None
-        return self._encode([self._piece(out.text, out.tokens, out.logprobs, None)])
+        return self._encode([choice])
 
     def last(self, done: RequestDone) -> bytes:
         chunk = self._answer([self._piece(done.text, (), (), finish_reason(done))])
@@ -255,6 +256,15 @@ class ChatShape(Shape):
 class CompletionShape(Shape):
     kind = "text_completion"
 
+    def __init__(self, wanted: Wanted, model: str, created: int) -> None:
+        super().__init__(wanted, model, created)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._n_decoded = 0
+        self._n_chars = 0
+        """Of the answer's text so far."""
+        self._held: deque[tuple[int, TokenLogprob]] = deque()
+        """With their places in the text that the tokens spell."""
+
     def first(self, accepted: RequestAccepted) -> bytes:
         choice = CompletionChoice("", token_ids=self._ids(()), prompt_token_ids=self._prompt_ids(accepted))
         chunk = self._answer([choice])
@@ -264,22 +274,28 @@ class CompletionShape(Shape):
     def _piece(
         self, text: str, tokens: Iterable[int], logprobs: tuple[TokenLogprob, ...], finish: str | None
     ) -> CompletionChoice:
-        return CompletionChoice(
-            text, 0, self._completion_logprobs(logprobs) if logprobs else None, finish, self._ids(tokens)
-        )
+        rows = self._completion_logprobs(text, logprobs, is_last=finish is not None)
+        return CompletionChoice(text, 0, rows, finish, self._ids(tokens))
 
-    def _completion_logprobs(self, rows: Iterable[TokenLogprob]) -> CompletionLogprobs | None:
+    def _completion_logprobs(
+        self, text: str, rows: Iterable[TokenLogprob], *, is_last: bool
+    ) -> CompletionLogprobs | None:
+        """Those of tokens whose place in the text is certain: one that lies in text held back may come to be behind its end."""
         if self.wanted.submit.n_logprobs is None:
             return None
-        out = CompletionLogprobs()
+        self._n_chars += len(text)
         for row in rows:
-            out.text_offset.append(self._offset)
-            # Characters begun by this piece: continuation bytes (10xxxxxx) begin none.
-            self._offset += sum(byte & 0xC0 != 0x80 for byte in row.piece)
+            # A character that is not complete has begun already.
+            self._held.append((self._n_decoded + bool(self._decoder.getstate()[0]), row))
+            self._n_decoded += len(self._decoder.decode(row.piece))
+        out = CompletionLogprobs()
+        while self._held and (is_last or self._held[0][0] <= self._n_chars):
+            offset, row = self._held.popleft()
+            out.text_offset.append(min(offset, self._n_chars))
             out.token_logprobs.append(row.logprob)
             out.tokens.append(token_key(row.piece, row.token))
             out.top_logprobs.append({token_key(piece, token): value for token, value, piece in row.top})
-        return out
+        return out if out.tokens else None
 
     def whole(self, done: RequestDone) -> bytes:
         assert self._accepted is not None
@@ -287,7 +303,7 @@ class CompletionShape(Shape):
         choice = CompletionChoice(
             text,
             0,
-            self._completion_logprobs(self._logprobs),
+            self._completion_logprobs(text, self._logprobs, is_last=True),
             finish_reason(done),
             self._ids(self._tokens),
             self._prompt_ids(self._accepted),

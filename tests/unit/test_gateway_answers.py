@@ -97,3 +97,41 @@ def test_without_return_token_ids_there_are_none() -> None:
 def test_tokens_without_text_keep_distinct_names() -> None:
     assert token_key(b"", 7) == "token_id:7"
     assert token_key(b"\x80", 7) != token_key(b"\x81", 8)
+
+
+def offsets_both_ways(pieces: list[bytes], sent: list[str]) -> tuple[str, list[int]]:
+    """(text, text_offset) of an answer whose tokens are ``pieces``, each of which let the text in ``sent`` go."""
+    outs = [
+        TokenOut("id", k, (k,), text, (TokenLogprob(k, -1.0, piece),))
+        for k, (piece, text) in enumerate(zip(pieces, sent, strict=True))
+    ]
+    done = RequestDone("id", "stop", 3, len(outs))
+    wanted = completion(stream=True, logprobs=0)
+    shape = shape_of(wanted, "m", 1)
+    chunks = [json.loads(data) for data in [*map(shape.delta, outs), shape.last(done)] if data]
+    choices = [chunk["choices"][0] for chunk in chunks]
+    text = "".join(choice["text"] for choice in choices)
+    offsets = [at for choice in choices if choice["logprobs"] for at in choice["logprobs"]["text_offset"]]
+    shape = shape_of(wanted, "m", 1)
+    shape.accept(ACCEPTED)
+    for out in outs:
+        shape.add(out)
+    whole = json.loads(shape.whole(done))["choices"][0]
+    assert (whole["text"], whole["logprobs"]["text_offset"]) == (text, offsets)
+    assert len(offsets) == len(pieces)
+    return text, offsets
+
+
+def test_no_offset_is_beyond_the_text() -> None:
+    # "abSTOP" with the stop string STOP, whose text is held back and then cut.
+    assert offsets_both_ways([b"ab", b"S", b"TO", b"P"], ["ab", "", "", ""]) == ("ab", [0, 2, 2, 2])
+    # The stop string came to nothing: the places are those of the text.
+    assert offsets_both_ways([b"ab", b"S", b"T", b"x"], ["ab", "", "", "STx"]) == ("abSTx", [0, 2, 3, 4])
+    # One token spells the end of the text and the stop string.
+    assert offsets_both_ways([b"a", b"bSTOP", b""], ["a", "b", ""]) == ("ab", [0, 1, 2])
+
+
+def test_offsets_count_characters_as_the_text_has_them() -> None:
+    assert offsets_both_ways([b"\xff", b"\xff", b"a"], ["\ufffd", "\ufffd", "a"]) == ("\ufffd\ufffda", [0, 1, 2])
+    assert offsets_both_ways([b"\xc3", b"\xa9", b"x"], ["", "é", "x"]) == ("éx", [0, 1, 1])
+    assert offsets_both_ways([b"\xc3", b"x"], ["", "\ufffdx"]) == ("\ufffdx", [0, 1])
