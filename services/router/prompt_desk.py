@@ -31,7 +31,7 @@ MAX_STARTS: Final = 3
 """In a row without having loaded: the process can't live here."""
 STOPPED_S: Final = 2.0
 """A process that a signal has stopped for so long will not go on by itself."""
-_FREE_BYTES: Final = 1 << 20
+_FREE_BYTES: Final = 1 << 19
 _BYTES_PER_TOKEN: Final = 64
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _ENVIRONMENT: Final = {

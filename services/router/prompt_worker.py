@@ -27,6 +27,16 @@ N_THREADS: Final = 4
 NICENESS: Final = 5
 """Those who already get tokens come first."""
 
+_TOO_LARGE: Final = json.dumps(
+    {
+        "message": "This prompt takes more memory than the prompt process may have. Send less, or start with a larger "
+        "--max-context.",
+        "status": 400,
+        "code": "invalid_value",
+        "param": "",
+    }
+).encode()
+
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: the router says when this process ends
@@ -76,7 +86,7 @@ def _work(jobs: queue.SimpleQueue[Any], tokenizer: ModelTokenizer, send: Callabl
             told = {"message": str(refusal), "status": refusal.status, "code": refusal.code, "param": refusal.param}
             send(job, REFUSAL, json.dumps(told).encode())
         except MemoryError:
-            os.abort()  # nobody knows what is whole in here; the router tries this prompt once more by itself
+            send(job, REFUSAL, _TOO_LARGE)
         text = kwargs = b""
 
 
