@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from native.sampling import log_softmax
+from services.router.bus import Posts
 from services.router.scheduler import Advance
 from services.router.sequences import Sequence
 from services.router.text_stream import PieceOf
 from shared.errors import Refused
 from shared.log import Log
-from shared.messages.base import Msg
 from shared.messages.gateway import FinishReason, RequestAccepted, RequestDone, RequestRefused, TokenLogprob, TokenOut
 from shared.messages.router import Submit
 from shared.step.counters import Counters
 from shared.wire.endpoints import GATEWAY
 
 COUNTERS = {FinishReason.ERROR: "failed", FinishReason.ABORT: "aborted"}
-
-
-class Posts(Protocol):
-    """What is needed of the bus."""
-
-    def post(self, receiver: str, msg: Msg) -> None: ...
 
 
 class Answers:

@@ -12,8 +12,9 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from services.router.bus import ControlBus
 from services.router.group import Changed, Group, Instruction, Kill, Note, Replaced, Reply, RingView, Sample, Watch
 from shared.messages import control
 from shared.messages.control import ServiceState
@@ -40,12 +41,13 @@ class ControlPlane:
         self._ctx = ctx
         self._router = router
         self._group = Group(config.n_drafts > 0, config.heartbeat_s, config.stall_s)
-        self._server = ControlServer(ctx.endpoints, ctx.bus.context)
+        self._bus: ControlBus = ctx.bus
+        self._server = ControlServer(ctx.endpoints, self._bus.context)
         self._told = RingView()
         self._must_publish = True
         self._published_at = 0.0
         self._published_load = (0, 0)
-        ctx.bus.add_control(self._server, self._on_messages)
+        self._bus.add_control(self._server, self._on_messages)
         ctx.add_tick(self._tick)
 
     # -- events in
@@ -82,7 +84,7 @@ class ControlPlane:
             elif isinstance(do, Watch):
                 self._watch(do)
             elif isinstance(do, Replaced):
-                self._ctx.bus.peer_changed(do.service, do.incarnation)
+                self._bus.peer_changed(do.service, do.incarnation)
             elif isinstance(do, Kill):
                 self._ctx.log.error("peer_killed", peer=do.service, pid=do.pid, reason=do.reason)
                 with contextlib.suppress(ProcessLookupError):
@@ -128,7 +130,7 @@ class ControlPlane:
             services=tuple((p.service, p.state, p.pid, p.incarnation) for p in group.peers.values()),
         )
         self._published_at = now
-        self._must_publish = not self._ctx.bus.send(GATEWAY, state)
+        self._must_publish = not self._bus.send(GATEWAY, state)
 
     def _watch(self, watch: Watch) -> None:
         """The end of a process is an event of the operating system: its pidfd becomes readable."""
@@ -142,11 +144,11 @@ class ControlPlane:
         except OSError as error:  # a kernel without it: heartbeats must do
             self._ctx.log.warning("peer_unwatched", peer=watch.service, reason=error)
             return
-        self._ctx.bus.add_fd(fd, self._on_exit(watch, fd))
+        self._bus.add_fd(fd, self._on_exit(watch, fd))
 
-    def _on_exit(self, watch: Watch, fd: int) -> Callable[[], Any]:
+    def _on_exit(self, watch: Watch, fd: int) -> Callable[[], None]:
         def exited() -> None:
-            self._ctx.bus.remove_fd(fd)
+            self._bus.remove_fd(fd)
             os.close(fd)
             self._carry_out(self._group.exited(watch.service, watch.incarnation))
 

@@ -115,6 +115,11 @@ class Landed:
 
 
 @dataclass(frozen=True)
+class AskersGone:
+    """Whoever asked is gone: prompts that are not read yet are nobody's."""
+
+
+@dataclass(frozen=True)
 class Note:
     """A line for the log."""
 
@@ -131,7 +136,7 @@ class Replayed:
     n_replays: int
 
 
-Instruction = RunMain | RunDraft | Abandon | Deliver | End | Landed | Note | Replayed
+Instruction = RunMain | RunDraft | Abandon | Deliver | End | Landed | AskersGone | Note | Replayed
 
 Choose = Callable[[Sequence, int, int], int | Fault]
 
@@ -204,6 +209,7 @@ class Flights:
         self._drafting.has_drafter = view.drafter != 0
         out: list[Instruction] = []
         if self._gateway and view.gateway != self._gateway:
+            out.append(AskersGone())
             for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
                 out += self._abort(sequence, "the gateway is gone")
         self._gateway = view.gateway or self._gateway

@@ -11,9 +11,9 @@ ended) or from a process that neither speaks nor works: then it is killed, and s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from shared.messages import SCHEMA_VERSION, control
+from shared.messages.base import Msg
 from shared.messages.control import ServiceState
 from shared.wire.endpoints import ATTENTION, DRAFTER, EXPERT_IO, GATEWAY, ROUTER, SERVICES
 
@@ -59,7 +59,7 @@ class Reply:
     """A control message to whoever has this socket identity."""
 
     identity: bytes
-    msg: Any
+    msg: Msg
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Group:
 
     # -- events
 
-    def heard(self, now: float, identity: bytes, msg: Any) -> list[Instruction]:
+    def heard(self, now: float, identity: bytes, msg: Msg) -> list[Instruction]:
         """One control message from a service."""
         if isinstance(msg, control.Hello):
             return self._hello(now, identity, msg)
@@ -227,6 +227,8 @@ class Group:
         elif isinstance(msg, control.Dead):
             note = {"peer": peer.service, "peer_incarnation": peer.incarnation, "reason": msg.reason}
             out += [Note("error", "peer_dead", note), *self._gone(peer, ServiceState.FAILED)]
+        else:
+            out += [Note("error", "message_unknown", {"peer": peer.service, "message": type(msg).__name__})]
         return out
 
     def exited(self, service: str, incarnation: int) -> list[Instruction]:
@@ -290,7 +292,7 @@ class Group:
 
     # -- inside
 
-    def _peer_of(self, identity: bytes, msg: Any) -> Peer | None:
+    def _peer_of(self, identity: bytes, msg: Msg) -> Peer | None:
         service = self._of_identity.get(identity)
         if service is None:
             return None

@@ -8,6 +8,8 @@ from shared.errors import ErrorCode, Refused
 from shared.messages.router import Submit
 from shared.model.spec import ModelSpec
 
+MAX_WAITING = 256
+
 
 class Intake:
     """Turns Submit messages into sequences. ``max_context``: tokens per sequence, prompt and answer together."""
@@ -16,6 +18,28 @@ class Intake:
         self._spec = spec
         self._piece_of = piece_of
         self._max_context = max_context
+        self.is_draining = False
+        """Nothing new is taken in."""
+
+    def admit(self, msg: Submit, *, is_in_use: bool, n_waiting: int) -> None:
+        """Raises Refused for a request that may not even wait. ``is_in_use``: its name. ``n_waiting``: others,
+        those whose prompts are not read yet included."""
+        if self.is_draining:
+            raise Refused("The server is shutting down; try again later.", status=503, code=ErrorCode.SHUTTING_DOWN)
+        if is_in_use:
+            raise Refused(f"Request id {msg.request} is in use.", status=409, code=ErrorCode.DUPLICATE_REQUEST)
+        if n_waiting >= MAX_WAITING:
+            raise Refused(
+                f"{MAX_WAITING} requests are waiting already; try again later.",
+                status=429,
+                code=ErrorCode.QUEUE_FULL,
+            )
+        if msg.prompt_ids is None and self._piece_of is None:
+            raise Refused(
+                "This model has no tokenizer; send the prompt as token ids to /v1/completions.",
+                code=ErrorCode.NO_TOKENIZER,
+                param="messages" if msg.messages_json is not None else "prompt",
+            )
 
     def accept(self, msg: Submit, prompt: list[int], turn_ends: frozenset[int] = frozenset()) -> Sequence:
         """The sequence, tokens of an earlier router's answer (``resume_ids``) included. Raises Refused.

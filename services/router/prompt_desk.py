@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from services.router.bus import Polls
 from services.router.prompt_frames import ANSWER, CHAT, DAMAGE, IDS, JOB, LOADED, TEXT
 from services.router.prompt_queue import MAX_BYTES, MAX_CPU_S, PAUSE_S, Job, PromptQueue
 from shared.errors import ColibriError, ContainerError, ErrorCode, Refused
@@ -52,7 +53,7 @@ class PromptDesk:
         model_dir: Path,
         room_bytes: int,
         at_most: int,
-        bus: Any,
+        bus: Polls,
         log: Log,
         done: Callable[[Submit, Outcome], None],
     ) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -40,7 +39,7 @@ class LogitRecorder:
         except OSError as error:
             raise ConfigError(f"record_logits: {path} can't be written: {error.strerror}") from None
 
-    def record(self, plan: Plan, logits: Any) -> None:
+    def record(self, plan: Plan, logits: NDArray[np.float32]) -> None:
         """logits f32[L, V] of a finished step."""
         for span in plan.spans:
             skipped = span.n_rows - span.n_logits

@@ -110,7 +110,6 @@ class Scheduler:
         prefill_chunk: int,
         max_rows: int,
         max_logits: int,
-        max_waiting: int,
         all_logits: bool = False,
     ) -> None:
         self._pool = BlockPool(n_blocks)
@@ -118,17 +117,11 @@ class Scheduler:
         self._prefill_chunk = prefill_chunk
         self._max_rows = max_rows
         self._max_logits = max_logits
-        self._max_waiting = max_waiting
         self._all_logits = all_logits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
     # -- requests --------------------------------------------------------------------------------------------
-
-    @property
-    def is_full(self) -> bool:
-        """No place to wait in."""
-        return len(self.waiting) >= self._max_waiting
 
     @property
     def is_idle(self) -> bool:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from native.library import dispatch_text
 from services.router.answers import Answers
+from services.router.bus import Sends
 from services.router.control import ControlPlane
 from services.router.drafting import Drafting, DraftPlan
 from services.router.flight import (
     DRAFT_FRAME,
     MAIN_FRAME,
     Abandon,
+    AskersGone,
     Deliver,
     End,
     Flight,
@@ -47,6 +48,7 @@ from shared.memory.big_memory import Home
 from shared.memory.prompt_room import prompt_room_bytes
 from shared.memory.segments import TRACE
 from shared.messages.attention import StepAbandoned, StepPlan
+from shared.messages.base import Msg
 from shared.messages.drafter import DraftWanted
 from shared.messages.expert_io import NEXT_LAYER, OWN_INPUT, ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed
@@ -55,8 +57,6 @@ from shared.run.lifecycle import Service, ServiceContext
 from shared.step.stages import Stage, StepKind, TraceRing
 from shared.step.workplace import Workplace
 from shared.wire.endpoints import SERVICES
-
-MAX_WAITING = 256
 
 
 class RouterService(Service):
@@ -77,7 +77,7 @@ class RouterService(Service):
 
     def load(self, ctx: ServiceContext) -> dict[str, str]:
         self._ctx = ctx
-        self._bus = ctx.bus
+        self._bus: Sends = ctx.bus
         config = ctx.config
         self._config = config
         model_dir = Path(config.model_dir)
@@ -114,15 +114,12 @@ class RouterService(Service):
             prefill_chunk=config.prefill_chunk,
             max_rows=len(main.token),
             max_logits=len(main.logit_row),
-            max_waiting=MAX_WAITING,
             all_logits=self._recorder is not None,
         )
         # Numbers of an earlier router's steps must not come again, even when somebody sets the clock back.
         first_step = (time.monotonic_ns() // 1_000_000) << 16
         drafting = Drafting(config.n_drafts, spec.vocab)
         self._flights = Flights(self._scheduler, drafting, first_step, time.monotonic_ns)
-        self._is_draining = False
-        self._gateway = 0
         if self._desk:
             ctx.set_stage("load tokenizer")
             self._desk.wait_loaded()
@@ -143,7 +140,7 @@ class RouterService(Service):
         return self._scheduler.is_idle and not self._n_unread
 
     def begin_drain(self, reason: str) -> None:
-        self._is_draining = True
+        self._intake.is_draining = True
 
     def cut(self, reason: str) -> int:
         """The drain deadline passed: end what is left with a named error. Returns how many."""
@@ -170,14 +167,11 @@ class RouterService(Service):
 
     def ring_changed(self, view: RingView) -> None:
         """The control plane's view changed: somebody else serves, or no longer."""
-        if self._desk and self._gateway and view.gateway != self._gateway:
-            self._desk.clear()  # whoever asked is gone
-        self._gateway = view.gateway or self._gateway
         self._carry_out(self._flights.ring_changed(view))
 
     # -- messages --------------------------------------------------------------------------------------------
 
-    def handle(self, msg: Any, sender: str) -> None:
+    def handle(self, msg: Msg, sender: str) -> None:
         if isinstance(msg, HiddenReady):
             self._on_hidden(msg)
         elif isinstance(msg, InputReady):
@@ -205,24 +199,10 @@ class RouterService(Service):
     def _on_submit(self, msg: Submit) -> None:
         if msg.router not in (0, self._ctx.incarnation):
             return  # it was meant for our predecessor; the gateway asks us again
+        is_in_use = bool(self._scheduler.find(msg.request) or (self._desk and self._desk.has(msg.request)))
         try:
-            if self._is_draining:
-                raise Refused("The server is shutting down; try again later.", status=503, code=ErrorCode.SHUTTING_DOWN)
-            if self._scheduler.find(msg.request) or (self._desk and self._desk.has(msg.request)):
-                raise Refused(f"Request id {msg.request} is in use.", status=409, code=ErrorCode.DUPLICATE_REQUEST)
-            if self._scheduler.is_full or len(self._scheduler.waiting) + self._n_unread >= MAX_WAITING:
-                raise Refused(
-                    f"{MAX_WAITING} requests are waiting already; try again later.",
-                    status=429,
-                    code=ErrorCode.QUEUE_FULL,
-                )
-            if msg.prompt_ids is None and self._desk is None:
-                raise Refused(
-                    "This model has no tokenizer; send the prompt as token ids to /v1/completions.",
-                    code=ErrorCode.NO_TOKENIZER,
-                    param="messages" if msg.messages_json is not None else "prompt",
-                )
-            if msg.prompt_ids is None and self._desk:
+            self._intake.admit(msg, is_in_use=is_in_use, n_waiting=self.load_counts[1])
+            if self._desk and msg.prompt_ids is None:
                 self._desk.submit(msg)
                 self._tell_load()
                 return
@@ -310,6 +290,9 @@ class RouterService(Service):
                     self._answers.deliver(do.advances, self._place.frame(MAIN_FRAME).logits)
             elif isinstance(do, End):
                 self._answers.done(do.sequence)
+            elif isinstance(do, AskersGone):
+                if self._desk:
+                    self._desk.clear()
             elif isinstance(do, Landed):
                 self._finish_trace(do.flight)
             elif isinstance(do, Replayed):

@@ -14,6 +14,7 @@ import pytest
 
 from services.expert_io.slots import SlotState
 from shared.container.reader import Container
+from shared.errors import SchemaError
 from shared.messages.drafter import EmbedReady
 from shared.messages.layer import Mixed
 from tests.oracle import oracle_array
@@ -259,3 +260,11 @@ def test_a_submission_to_a_dead_router_is_not_taken_by_the_next_one(converted: C
         ring.run()
         assert len(ring.answers["r"].tokens) == 2
         assert ring.answers["r"].refused is None
+
+
+def test_a_message_that_is_not_for_the_router_is_an_error_that_says_so(converted: Converted, tmp_path: Path) -> None:
+    with (
+        Ring(converted(NAME, "int4"), tmp_path) as ring,
+        pytest.raises(SchemaError, match="router got Mixed from expert_io"),
+    ):
+        ring.services["router"].handle(Mixed(1, 2, 0), "expert_io")

@@ -12,6 +12,7 @@ from services.router.drafting import GAP, Drafting, DraftPlan
 from services.router.flight import (
     MAX_REPLAYS,
     Abandon,
+    AskersGone,
     Deliver,
     End,
     Flights,
@@ -327,6 +328,7 @@ def test_a_gateway_that_is_gone_takes_its_requests_along() -> None:
     driver.submit("a")
     driver.submit("b")
     out = driver.see(gateway=0)
+    assert of(out, AskersGone), "also what is not read yet"
     assert ended(out) == [("a", "abort"), ("b", "abort")] and of(out, Abandon)
     driver.submit("late")  # sent before it died, read afterwards
     assert ended(driver.see(gateway=2)) == [("late", "abort")]

@@ -12,6 +12,7 @@ from services.router.group import (
     Group,
     Instruction,
     Kill,
+    Note,
     Replaced,
     Reply,
     RingView,
@@ -298,6 +299,12 @@ def test_ready_of_a_process_that_has_ended_does_not_count() -> None:
     driver.group.exited("attention", 2)
     assert driver.ready("attention", 2) == []
     assert not driver.group.view.is_ring_alive
+
+
+def test_a_message_that_no_service_may_send_is_an_error_that_says_so() -> None:
+    driver = Driver().all_ready()
+    [note] = driver.group.heard(driver.now, identity("attention"), control.HelloWanted(1))
+    assert isinstance(note, Note) and note.level == "error" and note.fields["message"] == "HelloWanted"
 
 
 # ---- the memory budget --------------------------------------------------------------------------------------------

@@ -9,9 +9,7 @@ from shared.messages.router import Sampling
 
 
 def make_scheduler(**overrides: int | bool) -> Scheduler:
-    settings: dict[str, int | bool] = dict(
-        n_blocks=16, max_sequences=4, prefill_chunk=8, max_rows=32, max_logits=16, max_waiting=8
-    )
+    settings: dict[str, int | bool] = dict(n_blocks=16, max_sequences=4, prefill_chunk=8, max_rows=32, max_logits=16)
     return Scheduler(**(settings | overrides))  # type: ignore[arg-type]
 
 
