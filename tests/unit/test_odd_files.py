@@ -11,6 +11,7 @@ import pytest
 
 from conversion.staging import plan_staging, stage
 from conversion.synth import Synthesis, preset_config
+from services.router.pieces import has_tokenizer
 from services.router.tokenizer import ModelTokenizer
 from shared.container.mirror import MANIFEST_NAME
 from shared.container.reader import Container
@@ -89,13 +90,12 @@ def test_tokenizer(tmp_path: Path, name: str, what: str) -> None:
     for path in fledgling.glob("*token*"):
         shutil.copy(path, tmp_path)
     words = put(what, tmp_path / name)
-
-    def load() -> object:
-        return ModelTokenizer.exists(tmp_path) and ModelTokenizer(tmp_path)
-
     with pytest.raises(ColibriError) as caught:
-        load()
+        ModelTokenizer(tmp_path)
     assert str(tmp_path / name) in str(caught.value) and words in str(caught.value)
+    if name == "tokenizer.json":  # nor is that a model without one
+        with pytest.raises(ColibriError, match=words):
+            has_tokenizer(tmp_path)
 
 
 @odd
