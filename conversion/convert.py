@@ -19,6 +19,7 @@ import numpy as np
 from conversion.checkpoint import Checkpoint
 from conversion.layouts import find_foreign
 from conversion.writer import ContainerWriter, Evidence
+from native.matrix import TILE_ROWS
 from shared.container.checksum import checksum
 from shared.container.format import (
     INDEX_NAME,
@@ -30,7 +31,7 @@ from shared.container.format import (
     Index,
     plan_container,
 )
-from shared.container.pack import F32, TILE_ROWS, pack_matrix, quantise_rows, to_bf16
+from shared.container.pack import F32, pack_matrix, quantise_rows, to_bf16
 from shared.container.reader import TOKENIZER_NAME, Container, no_tokenizer
 from shared.container.recognise import why_no_checkpoint
 from shared.errors import ConfigError, ContainerError

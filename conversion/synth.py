@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from conversion.convert import VERSION, Ahead, expert_record, pack_chunks, table_chunks
 from conversion.writer import ContainerWriter
+from native.matrix import GROUP, TILE_ROWS, scale_bytes, weight_bytes
 from shared.container.format import PRECISIONS, Converter, DenseItem, ExpertFilePlan, Index, plan_container
-from shared.container.pack import F32, GROUP, TILE_ROWS, U8, scale_bytes, weight_bytes
+from shared.container.pack import F32, U8
 from shared.errors import ConfigError
 from shared.model.spec import ModelSpec
 

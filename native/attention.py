@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from native.library import OK, NativeError, Pool, address, check_struct, checked, declare, fail, lib
+from native.library import OK, NativeError, Pool, address, check_struct, checked, constant, declare, fail, lib
 from native.matrix import BF16, F32, NONE, Q8, Matrix, format_code
 
 INDEX_NONE, INDEX_FULL, INDEX_SHARED = 0, 1, 2
 INDEX_KINDS: dict[str, int] = {"none": INDEX_NONE, "full": INDEX_FULL, "shared": INDEX_SHARED}
 KV_F32, KV_BF16 = 0, 1
 KV_FORMATS: dict[str, int] = {"f32": KV_F32, "bf16": KV_BF16}
-KV_BLOCK = 64
+KV_BLOCK = constant("CB_KV_BLOCK")
 
 _f32, _i32 = np.dtype(np.float32), np.dtype(np.int32)
 _int32, _float, _ptr, _i64 = ctypes.c_int32, ctypes.c_float, ctypes.c_void_p, ctypes.c_int64

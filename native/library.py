@@ -53,6 +53,10 @@ def open_library(path: Path) -> ctypes.CDLL:
     opened.cb_isa_limit.argtypes = [ctypes.c_int]
     opened.cb_pool_new.restype = ctypes.c_void_p
     opened.cb_pool_new.argtypes = [ctypes.c_int]
+    opened.cb_pool_new_dry.restype = ctypes.c_void_p
+    opened.cb_pool_new_dry.argtypes = [ctypes.c_int]
+    opened.cb_pool_scratch_bytes.restype = ctypes.c_int64
+    opened.cb_pool_scratch_bytes.argtypes = [ctypes.c_void_p]
     opened.cb_pool_threads.argtypes = [ctypes.c_void_p]
     opened.cb_quota_cpus.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     opened.cb_pool_free.restype = None
@@ -113,6 +117,14 @@ def check_struct(struct: type[ctypes.Structure], c_name: str) -> None:
             raise NativeError(
                 f"{c_name}.{name} lies at {offset} in the library and at {getattr(struct, name).offset} in {struct.__name__}"
             )
+
+
+def constant(name: str) -> int:
+    """A constant of colibri.h, for example "CB_GROUP"."""
+    value: int = lib.cb_layout_of(name.encode())
+    if value < 0:
+        raise NativeError(f"{name} is no constant of the library; build it again with `make kernels`")
+    return value
 
 
 def status_text(status: int) -> str:
@@ -187,13 +199,22 @@ def quota_cpus(membership: str | os.PathLike[str], root: str | os.PathLike[str])
 
 
 class Pool:
-    """The process's kernel threads. ``n_threads`` 0: one per usable physical core; 1: no workers."""
+    """The process's kernel threads. ``n_threads`` 0: one per usable physical core; 1: no workers.
 
-    def __init__(self, n_threads: int = 0) -> None:
-        self.handle: int | None = lib.cb_pool_new(n_threads)
+    ``is_dry``: calls compute nothing, they only take the scratch that they would take with as many threads.
+    """
+
+    def __init__(self, n_threads: int = 0, *, is_dry: bool = False) -> None:
+        self.handle: int | None = (lib.cb_pool_new_dry if is_dry else lib.cb_pool_new)(n_threads)
         if not self.handle:
             raise NativeError(f"cb_pool_new: cannot start {n_threads} threads (0..256 are possible)")
         self.n_threads: int = lib.cb_pool_threads(self.handle)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that the calls so far have left with the pool."""
+        n_bytes: int = lib.cb_pool_scratch_bytes(self.handle)
+        return n_bytes
 
     def close(self) -> None:
         """Stop the workers. Calling it again does nothing."""

@@ -6,10 +6,23 @@ import ctypes
 
 import numpy as np
 
-from native.library import NativeError, address, check_struct, declare, lib
+from native.library import NativeError, address, check_struct, constant, declare, lib
 
-NONE, F32, BF16, Q8, Q4 = 0, 1, 2, 3, 4
-FORMATS: dict[str, int] = {"f32": F32, "bf16": BF16, "q8": Q8, "q4": Q4}
+declare("cb_format_name", ctypes.c_char_p, [ctypes.c_int])
+
+
+def _formats() -> dict[str, int]:
+    found: dict[str, int] = {}
+    while name := lib.cb_format_name(len(found) + 1):
+        found[name.decode()] = len(found) + 1
+    return found
+
+
+FORMATS: dict[str, int] = _formats()
+"""The library's weight formats by name."""
+NONE = 0
+F32, BF16, Q8, Q4 = (FORMATS[name] for name in ("f32", "bf16", "q8", "q4"))
+GROUP, TILE_ROWS = constant("CB_GROUP"), constant("CB_TILE_ROWS")
 ACT_F32, ACT_Q8 = 0, 1
 ALIGNMENT = 64
 
@@ -80,7 +93,7 @@ def matrix(
     """
     code = format_code(fmt)
     shape = f"{next(name for name, c in FORMATS.items() if c == code)}[{out}, {in_}]"
-    quantised = code in (Q8, Q4)
+    quantised = scale_bytes(code, 1, 1) > 0
     if act is None:
         act = ACT_Q8 if quantised else ACT_F32
     if act == ACT_Q8 and not quantised:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shared.container.pack import F32, GROUP, from_bf16, quantise_groups, quantise_rows, to_bf16
+from native.matrix import GROUP
+from shared.container.pack import F32, from_bf16, quantise_groups, quantise_rows, to_bf16
 
 INT8_INPUTS = frozenset({"expert", "shared", "attention"})
 """Roles whose matrices take int8 activations where they are quantised (docs/container.md); the head never does."""

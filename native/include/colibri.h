@@ -36,7 +36,8 @@ typedef enum {
 
 CB_API int cb_abi_version(void);
 CB_API const char *cb_status_text(int status);
-/* sizeof or offsetof by name, for bindings that check themselves: "cb_matrix", "cb_matrix.scale"; -1 = unknown. */
+/* sizeof, offsetof or a constant by name, for bindings that check themselves: "cb_matrix", "cb_matrix.scale", "CB_GROUP";
+ * -1 = unknown. */
 CB_API int64_t cb_layout_of(const char *name);
 
 /* ---- dispatch -------------------------------------------------------------------------------------------- */
@@ -72,6 +73,11 @@ CB_API const char *cb_dispatch_text(void);
 typedef struct cb_pool cb_pool;
 CB_API cb_pool *cb_pool_new(int n_threads);
 CB_API int cb_pool_threads(const cb_pool *pool);
+/* A pool that computes nothing: calls with it only take the scratch that they would take with n threads. What they point
+ * to is not looked at, except a step's positions, sequences, block table and selection. */
+CB_API cb_pool *cb_pool_new_dry(int n_threads);
+/* Bytes that the pool holds for scratch: the most that its calls have taken so far. */
+CB_API int64_t cb_pool_scratch_bytes(const cb_pool *pool);
 /* What n = 0 means here and now. */
 CB_API int cb_default_threads(void);
 /* CPUs, rounded up, that control groups grant to the process whose /proc/PID/cgroup is `membership`, of versions 1 and 2 below
@@ -103,6 +109,8 @@ typedef struct {
     int32_t act;
 } cb_matrix;
 
+/* Formats are numbered 1, 2, ... ; NULL for a number that is none. */
+CB_API const char *cb_format_name(int format);
 CB_API int64_t cb_weight_bytes(int format, int64_t out, int64_t in);
 CB_API int64_t cb_scale_bytes(int format, int64_t out, int64_t in);
 

@@ -81,5 +81,5 @@ void cb_attn_table_ref(cb_table *t)
 {
     active = (cb_attn_table){widen_ref, scores_ref, softmax_ref, mix_ref, join_ref, index_fold_ref, "ref"};
     t->attn = &active;
-    cb_gqa_kernels = cb_gqa_table_ref;
+    t->gqa = &cb_gqa_table_ref;
 }

@@ -12,6 +12,19 @@ static int current;
 static unsigned available;
 static char available_text[64], error_text[160], dispatch_text[512];
 
+/* Formats that take int8 activations are named twice: "_f32" is the product with f32 activations. */
+static void describe(const cb_table *t)
+{
+    int at = 0, room = (int)sizeof dispatch_text;
+    for (int act = CB_ACT_F32; act <= CB_ACT_Q8; act++)
+        for (int format = 1; format < CB_N_FORMATS; format++)
+            if (t->linear[format][act])
+                at += snprintf(dispatch_text + at, (size_t)CB_MAX(0, room - at), "linear_%s%s=%s ", cb_formats[format].name,
+                               act == CB_ACT_F32 && cb_has_scales(format) ? "_f32" : "", t->linear_isa[format][act]);
+    snprintf(dispatch_text + CB_MIN(at, room), (size_t)CB_MAX(0, room - at), "vector=%s attention=%s", t->vector_isa,
+             t->attn->isa);
+}
+
 static void fill(int isa)
 {
     cb_table t = {0};
@@ -44,11 +57,7 @@ static void fill(int isa)
 #endif
     cb_kernels = t;
     current = isa;
-    snprintf(dispatch_text, sizeof dispatch_text,
-             "linear_f32=%s linear_bf16=%s linear_q8_f32=%s linear_q4_f32=%s linear_q8=%s linear_q4=%s vector=%s attention=%s",
-             t.linear_isa[CB_F32][CB_ACT_F32], t.linear_isa[CB_BF16][CB_ACT_F32], t.linear_isa[CB_Q8][CB_ACT_F32],
-             t.linear_isa[CB_Q4][CB_ACT_F32], t.linear_isa[CB_Q8][CB_ACT_Q8], t.linear_isa[CB_Q4][CB_ACT_Q8],
-             t.vector_isa, t.attn->isa);
+    describe(&t);
 }
 
 static int highest(void)

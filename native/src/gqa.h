@@ -29,7 +29,6 @@ typedef struct cb_gqa_table {
                 const float *f, const float *g, float *z);
 } cb_gqa_table;
 
-extern cb_gqa_table cb_gqa_kernels; /* filled by the cb_attn_table functions of each rung */
 extern const cb_gqa_table cb_gqa_table_ref, cb_gqa_table_avx2, cb_gqa_table_avx512, cb_gqa_table_neon;
 
 typedef struct {

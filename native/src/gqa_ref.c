@@ -53,5 +53,4 @@ static void mix_ref(const float *s, int64_t n_q, int64_t from, int64_t to, const
         }
 }
 
-cb_gqa_table cb_gqa_kernels;
 const cb_gqa_table cb_gqa_table_ref = {.scores = scores_ref, .softmax = softmax_ref, .join = join_ref, .mix = mix_ref};

@@ -116,11 +116,11 @@ static void score_rows(const attend_arg *a, int64_t t, int64_t n_rows, int64_t b
     range_of(c, t + n_rows - 1, b, &from, &highest);
     lowest = lowest / CB_LANES * CB_LANES;
     highest = CB_CEIL(highest, CB_LANES) * CB_LANES;
-    cb_gqa_kernels.scores(q, n_rows * G, c->layer->head_dim, keys, lowest, highest, s);
+    cb_kernels.gqa->scores(q, n_rows * G, c->layer->head_dim, keys, lowest, highest, s);
     for (int64_t i = 0; i < n_rows; i++) {
         range_of(c, t + i, b, &from, &to);
         for (int64_t j = i * G; j < (i + 1) * G; j++)
-            cb_gqa_kernels.softmax(s + j * CB_KV_BLOCK, from, to, mb + j, lb + j);
+            cb_kernels.gqa->softmax(s + j * CB_KV_BLOCK, from, to, mb + j, lb + j);
     }
 }
 
@@ -152,7 +152,7 @@ static void attend(const attend_arg *a, const row_group *group, int64_t kv_head,
         load_block(c, cb_kv_block_of(c->step, t0, b * CB_KV_BLOCK), kv_head, to, &r, &keys, &values, &ldv);
         int64_t j0 = (t0 - first_row) * G, n = (t1 - t0) * G;
         score_rows(a, t0, t1 - t0, b, r.q + j0 * dim, keys, r.s, r.mb, r.lb);
-        cb_gqa_kernels.join(r.mb, r.lb, n, r.m + j0, r.l + j0, r.f, r.g);
+        cb_kernels.gqa->join(r.mb, r.lb, n, r.m + j0, r.l + j0, r.f, r.g);
         /* Rows with the same range share the loads of the values. */
         for (int64_t t = t0, next; t < t1; t = next) {
             int64_t other_from, other_to;
@@ -163,7 +163,7 @@ static void attend(const attend_arg *a, const row_group *group, int64_t kv_head,
                     break;
             }
             int64_t j = (t - t0) * G;
-            cb_gqa_kernels.mix(r.s + j * CB_KV_BLOCK, (next - t) * G, from, to, values, ldv, wide, r.f + j, r.g + j,
+            cb_kernels.gqa->mix(r.s + j * CB_KV_BLOCK, (next - t) * G, from, to, values, ldv, wide, r.f + j, r.g + j,
                                r.z + (j0 + j) * wide);
         }
     }
@@ -220,7 +220,7 @@ static void split_block_job(void *arg, int64_t begin, int64_t end, int thread)
         load_queries(&s->a, group, kv_head, r.q);
         load_block(c, cb_kv_block_of(c->step, t, b * CB_KV_BLOCK), kv_head, to, &r, &keys, &values, &ldv);
         score_rows(&s->a, t, 1, b, r.q, keys, r.s, part, part + G);
-        cb_gqa_kernels.mix(r.s, G, from, to, values, ldv, wide, NULL, NULL, part + 2 * G);
+        cb_kernels.gqa->mix(r.s, G, from, to, values, ldv, wide, NULL, NULL, part + 2 * G);
     }
 }
 
@@ -242,7 +242,7 @@ static void split_join_job(void *arg, int64_t begin, int64_t end, int thread)
         }
         for (int64_t nth = s->wave0; nth < CB_MIN(n, s->wave0 + s->wave); nth++) {
             const float *part = s->part + (task * s->wave + nth - s->wave0) * s->part_floats;
-            cb_gqa_kernels.join(part + j, part + G + j, 1, m, l, &f, &g);
+            cb_kernels.gqa->join(part + j, part + G + j, 1, m, l, &f, &g);
             cb_kernels.attn->join(z, part + 2 * G + j * wide, wide, f, g);
         }
         if (n > s->wave0 && n <= s->wave0 + s->wave)

@@ -27,7 +27,7 @@ void cb_parallel_for(cb_pool *pool, int64_t n_items, int64_t grain, cb_job_fn fn
  * system has none left. */
 typedef struct {
     int32_t chunk;
-    int64_t used;
+    int64_t used, taken;
 } cb_scratch_mark;
 cb_scratch_mark cb_scratch_begin(cb_pool *pool);
 void *cb_scratch(cb_pool *pool, int64_t bytes);
@@ -61,6 +61,21 @@ typedef void (*cb_linear_fn)(const cb_matrix *m, const cb_rows *rows, int64_t b0
 /* One row of n values: q int8 [ng * 64], scale f32 [ng], sum i32 [ng]. */
 typedef void (*cb_quantise_fn)(const float *x, int64_t n, int8_t *q, float *scale, int32_t *sum);
 
+/* What a format is, one line each in format.c. Packed values come in tiles of CB_TILE_ROWS rows; formats with scales pad
+ * their inputs to whole groups of CB_GROUP, and take int8 activations. */
+typedef struct {
+    const char *name;
+    int bits;                /* of a value */
+    int row_scale_bytes;     /* one scale per row */
+    int group_scale_bytes;   /* one per row and group */
+} cb_format;
+#define CB_N_FORMATS 5
+extern const cb_format cb_formats[CB_N_FORMATS]; /* entry 0, CB_NONE, has no name */
+static inline bool cb_has_scales(int format)
+{
+    return cb_formats[format].row_scale_bytes || cb_formats[format].group_scale_bytes;
+}
+
 /* CB_OK when sizes, format, act and pointers are consistent. */
 int cb_matrix_check(const cb_matrix *m);
 /* Matrix i of a stack. */
@@ -81,8 +96,8 @@ void cb_rmsnorm_internal(cb_pool *pool, const float *x, int64_t ldx, const float
 
 /* Filled with the references first, then each rung replaces what it improves. `name` strings feed cb_dispatch_text. */
 typedef struct {
-    cb_linear_fn linear[5][2]; /* [format][act] */
-    const char *linear_isa[5][2];
+    cb_linear_fn linear[CB_N_FORMATS][2]; /* [format][act] */
+    const char *linear_isa[CB_N_FORMATS][2];
     cb_quantise_fn quantise;
     /* One row each. */
     void (*rmsnorm)(const float *x, const float *w, float eps, int64_t n, float *out);
@@ -95,6 +110,7 @@ typedef struct {
                    const float *shared, int64_t n, float *out);
     const char *vector_isa; /* of quantise .. reduce */
     struct cb_attn_table *attn; /* owned by the attention files */
+    const struct cb_gqa_table *gqa;
 } cb_table;
 
 extern cb_table cb_kernels; /* changed only by load and cb_isa_limit */

@@ -1,37 +1,11 @@
 /* linear.c: checks, activation quantisation and threads around the matrix kernels. */
 #include "internal.h"
 
-int64_t cb_weight_bytes(int format, int64_t out, int64_t in)
-{
-    if (out <= 0 || in <= 0 || out > INT32_MAX || in > INT32_MAX)
-        return CB_EINVAL;
-    switch (format) {
-    case CB_F32: return cb_blocks(out) * in * 16 * 4;
-    case CB_BF16: return cb_blocks(out) * in * 16 * 2;
-    case CB_Q8: return cb_blocks(out) * cb_groups(in) * 1024;
-    case CB_Q4: return cb_blocks(out) * cb_groups(in) * 512;
-    default: return CB_EINVAL;
-    }
-}
-
-int64_t cb_scale_bytes(int format, int64_t out, int64_t in)
-{
-    if (out <= 0 || in <= 0 || out > INT32_MAX || in > INT32_MAX)
-        return CB_EINVAL;
-    switch (format) {
-    case CB_F32:
-    case CB_BF16: return 0;
-    case CB_Q8: return cb_blocks(out) * 16 * 4;
-    case CB_Q4: return cb_blocks(out) * cb_groups(in) * 16 * 2;
-    default: return CB_EINVAL;
-    }
-}
-
 int cb_matrix_check(const cb_matrix *m)
 {
     if (cb_weight_bytes(m->format, m->out, m->in) < 0 || !m->weight || (uintptr_t)m->weight % 64)
         return CB_EINVAL;
-    bool quantised = m->format == CB_Q8 || m->format == CB_Q4;
+    bool quantised = cb_has_scales(m->format);
     if (quantised && (!m->scale || (uintptr_t)m->scale % 64))
         return CB_EINVAL;
     return m->act == CB_ACT_F32 || (m->act == CB_ACT_Q8 && quantised) ? CB_OK : CB_EINVAL;

@@ -39,6 +39,7 @@ struct cb_pool {
     cb_job_fn fn;
     void *arg;
     _Atomic bool stop;
+    bool is_dry;
     int n_threads, n_started;
     int64_t spin_ns;
     pthread_mutex_t held;
@@ -49,7 +50,8 @@ struct cb_pool {
         int64_t bytes;
     } chunk[MAX_CHUNKS];
     int32_t n_chunks, current;
-    int64_t used;
+    int64_t used;        /* of the current chunk */
+    int64_t taken, most; /* by all pieces now, and ever */
 };
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t expected)
@@ -137,7 +139,7 @@ static void *worker(void *v)
 
 void cb_parallel_for(cb_pool *p, int64_t n_items, int64_t grain, cb_job_fn fn, void *arg)
 {
-    if (n_items <= 0)
+    if (n_items <= 0 || p->is_dry)
         return;
     if (p->n_started == 0 || n_items <= grain) {
         fn(arg, 0, n_items, 0);
@@ -189,7 +191,7 @@ static int64_t spin_from_environment(void)
     return DEFAULT_SPIN_US * 1000;
 }
 
-cb_pool *cb_pool_new(int n_threads)
+static cb_pool *new_pool(int n_threads, bool is_dry)
 {
     if (n_threads < 0 || n_threads > MAX_THREADS)
         return NULL;
@@ -198,9 +200,10 @@ cb_pool *cb_pool_new(int n_threads)
         return NULL;
     memset(p, 0, sizeof *p);
     p->n_threads = n_threads ? n_threads : CB_MIN(cb_default_threads(), MAX_THREADS);
+    p->is_dry = is_dry;
     p->spin_ns = spin_from_environment();
     pthread_mutex_init(&p->held, NULL);
-    for (int i = 1; i < p->n_threads; i++) {
+    for (int i = 1; i < p->n_threads && !is_dry; i++) {
         p->args[i] = (worker_arg){p, i};
         if (pthread_create(&p->thread[i], NULL, worker, &p->args[i])) {
             cb_pool_free(p);
@@ -209,6 +212,17 @@ cb_pool *cb_pool_new(int n_threads)
         p->n_started++;
     }
     return p;
+}
+
+cb_pool *cb_pool_new(int n_threads) { return new_pool(n_threads, false); }
+cb_pool *cb_pool_new_dry(int n_threads) { return new_pool(n_threads, true); }
+
+int64_t cb_pool_scratch_bytes(const cb_pool *pool)
+{
+    int64_t total = 0;
+    for (int i = 0; i < pool->n_chunks; i++)
+        total += pool->chunk[i].bytes;
+    return total;
 }
 
 int cb_pool_threads(const cb_pool *pool) { return pool ? pool->n_threads : CB_EINVAL; }
@@ -233,7 +247,7 @@ void cb_pool_release(cb_pool *pool) { pthread_mutex_unlock(&pool->held); }
 
 /* ---- scratch --------------------------------------------------------------------------------------------- */
 
-cb_scratch_mark cb_scratch_begin(cb_pool *p) { return (cb_scratch_mark){p->current, p->used}; }
+cb_scratch_mark cb_scratch_begin(cb_pool *p) { return (cb_scratch_mark){p->current, p->used, p->taken}; }
 
 static bool add_chunk(cb_pool *p, int64_t bytes)
 {
@@ -259,21 +273,23 @@ void *cb_scratch(cb_pool *p, int64_t bytes)
     }
     void *piece = p->chunk[p->current].base + p->used;
     p->used += bytes;
+    p->taken += bytes;
+    p->most = CB_MAX(p->most, p->taken);
     return piece;
 }
 
-/* An empty stack of several chunks becomes one chunk, so that the next call of this size finds it in one piece. */
+/* An empty stack of several chunks becomes one chunk of what was needed at most, so that the next such call finds it in one
+ * piece. */
 void cb_scratch_end(cb_pool *p, cb_scratch_mark mark)
 {
     p->current = mark.chunk;
     p->used = mark.used;
-    if (p->current != 0 || p->used != 0 || p->n_chunks < 2)
+    p->taken = mark.taken;
+    if (p->taken != 0 || p->n_chunks < 2)
         return;
-    int64_t total = 0;
-    for (int i = 0; i < p->n_chunks; i++) {
-        total += p->chunk[i].bytes;
+    for (int i = 0; i < p->n_chunks; i++)
         free(p->chunk[i].base);
-    }
-    p->n_chunks = 0;
-    add_chunk(p, total);
+    p->n_chunks = p->current = 0;
+    p->used = 0;
+    add_chunk(p, CB_CEIL(CB_MAX(p->most, 1 << 20), 4096) * 4096);
 }

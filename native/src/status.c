@@ -26,6 +26,7 @@ static const struct {
     const char *name;
     size_t value;
 } layout[] = {
+    {"CB_GROUP", CB_GROUP}, {"CB_TILE_ROWS", CB_TILE_ROWS}, {"CB_KV_BLOCK", CB_KV_BLOCK},
     SIZE(cb_matrix), FIELD(cb_matrix, weight), FIELD(cb_matrix, scale), FIELD(cb_matrix, out), FIELD(cb_matrix, in),
     FIELD(cb_matrix, format), FIELD(cb_matrix, act),
     SIZE(cb_ffn), FIELD(cb_ffn, gate), FIELD(cb_ffn, up), FIELD(cb_ffn, down),

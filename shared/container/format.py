@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from shared.container.pack import FORMATS, scale_bytes, weight_bytes
+from native.matrix import FORMATS, scale_bytes, weight_bytes
 from shared.errors import ContainerError
 from shared.model.spec import ModelSpec
 from shared.model.tensors import PlannedTensor, Source, planned_matrix, planned_vector
@@ -42,6 +42,8 @@ PRECISIONS: Mapping[str, Mapping[str, str]] = {
 """Format of each role under a ``--precision``."""
 DEFAULT_PRECISION = "int4"
 
+TABLE_DTYPES: Mapping[str, str] = {"f32": "F32", "bf16": "BF16", "q8": "I8"}
+"""Formats that the embedding may have, and how its plain rows are stored."""
 SAFETENSORS_DTYPE_BYTES = {"U8": 1, "I8": 1, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 
 
@@ -142,7 +144,7 @@ class DenseItem(msgspec.Struct, frozen=True):
             return (Stored(self.name, "F32", self.shape, 4 * self.shape[0]),)
         out, in_ = self.shape
         if self.kind == "table":
-            dtype = {"f32": "F32", "bf16": "BF16", "q8": "I8"}[self.format]
+            dtype = TABLE_DTYPES[self.format]
             table = Stored(self.name, dtype, self.shape, out * in_ * SAFETENSORS_DTYPE_BYTES[dtype])
             scale = Stored(self.scale_name, "F32", (out,), 4 * out)
             return (table, scale) if self.format == "q8" else (table,)
@@ -218,7 +220,7 @@ def check_precision(precision: Mapping[str, str]) -> None:
             f'{INDEX_NAME}: "precision" must name the roles {", ".join(ROLES)}, found {", ".join(sorted(precision)) or "none"}.'
         )
     for role, fmt in precision.items():
-        allowed = ("f32",) if role == "exact" else ("f32", "bf16", "q8") if role == "embed" else FORMATS
+        allowed = ("f32",) if role == "exact" else tuple(TABLE_DTYPES) if role == "embed" else tuple(FORMATS)
         if fmt not in allowed:
             raise ContainerError(
                 f'{INDEX_NAME}: precision of role "{role}" must be one of {", ".join(allowed)}, found {fmt[:40]!r}.'

@@ -1,4 +1,4 @@
-"""Matrices in the layout ``tile16`` that the kernels read in place (``native/include/colibri.h``): numpy, no native code.
+"""Matrices in the layout ``tile16`` that kernels read in place (``native/include/colibri.h``); sizes are the library's.
 
 Used by the converter, by ``synth`` and by tests; the services never pack or unpack. Quantisers are exact definitions
 (docs/container.md): the same input gives the same bytes on every machine.
@@ -11,12 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from native.matrix import GROUP, TILE_ROWS, scale_bytes, weight_bytes
+
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
-
-GROUP = 64
-TILE_ROWS = 16
-FORMATS = ("f32", "bf16", "q8", "q4")
 
 _F16_MAX = np.float32(65504.0)
 _CHUNK_VALUES = 1 << 20
@@ -28,30 +26,6 @@ def n_tiles(out: int) -> int:
 
 def n_groups(in_: int) -> int:
     return -(-in_ // GROUP)
-
-
-def weight_bytes(fmt: str, out: int, in_: int) -> int:
-    """Bytes of one packed matrix, scales not included."""
-    if fmt == "f32":
-        return n_tiles(out) * TILE_ROWS * in_ * 4
-    if fmt == "bf16":
-        return n_tiles(out) * TILE_ROWS * in_ * 2
-    if fmt == "q8":
-        return n_tiles(out) * n_groups(in_) * TILE_ROWS * GROUP
-    if fmt == "q4":
-        return n_tiles(out) * n_groups(in_) * TILE_ROWS * GROUP // 2
-    raise ValueError(f"unknown format {fmt!r}")
-
-
-def scale_bytes(fmt: str, out: int, in_: int) -> int:
-    """Bytes of one packed matrix's scales; 0 for f32 and bf16."""
-    if fmt == "q8":
-        return n_tiles(out) * TILE_ROWS * 4
-    if fmt == "q4":
-        return n_tiles(out) * n_groups(in_) * TILE_ROWS * 2
-    if fmt in FORMATS:
-        return 0
-    raise ValueError(f"unknown format {fmt!r}")
 
 
 def to_bf16(x: F32) -> npt.NDArray[np.uint16]:
@@ -82,17 +56,17 @@ def pack_matrix(w: F32, fmt: str) -> tuple[U8, U8 | None]:
     scale = np.empty(scale_bytes(fmt, out, in_), np.uint8)
     # Rows in pieces that stay in the cache: three times faster than whole matrices.
     step = max(_CHUNK_VALUES // max(in_, 1) // TILE_ROWS, 1) * TILE_ROWS
+    weight_at = scale_at = 0
     for start in range(0, out, step):
         part = w[start : start + step]
-        tiles, packed, scales = n_tiles(part.shape[0]), None, None
         if part.shape[0] % TILE_ROWS:
             part = np.concatenate([part, np.zeros((-part.shape[0] % TILE_ROWS, in_), np.float32)])
         packed, scales = _PACKERS[fmt](part)
-        at = weight_bytes(fmt, start, in_)
-        weight[at : at + tiles * weight_bytes(fmt, TILE_ROWS, in_)] = packed
+        weight[weight_at : weight_at + packed.size] = packed
+        weight_at += packed.size
         if scales is not None:
-            at = scale_bytes(fmt, start, in_)
-            scale[at : at + tiles * scale_bytes(fmt, TILE_ROWS, in_)] = scales
+            scale[scale_at : scale_at + scales.size] = scales
+            scale_at += scales.size
     return weight, scale if scale.size else None
 
 

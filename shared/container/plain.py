@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from native.matrix import TILE_ROWS, scale_bytes, weight_bytes
 from shared.container.format import ExpertLayout
-from shared.container.pack import F32, TILE_ROWS, from_bf16, scale_bytes, unpack_matrix, weight_bytes
+from shared.container.pack import F32, from_bf16, unpack_matrix
 from shared.container.reader import Tensor
 
 
@@ -73,9 +74,9 @@ def _rows(
     """Rows of one packed matrix; ``start`` is a multiple of 16: tiles lie one after the other."""
     assert start % TILE_ROWS == 0
     n = stop - start
-    at = weight_bytes(fmt, start, in_)
+    at = weight_bytes(fmt, start, in_) if start else 0
     part = weight[at : at + weight_bytes(fmt, n, in_)]
     if scale is None:
         return unpack_matrix(part, None, fmt, n, in_)
-    at = scale_bytes(fmt, start, in_)
+    at = scale_bytes(fmt, start, in_) if start else 0
     return unpack_matrix(part, scale[at : at + scale_bytes(fmt, n, in_)], fmt, n, in_)

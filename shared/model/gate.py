@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from native.kernels import Gate as GateKernel
+from native.library import Pool
 from native.matrix import ACT_F32
 from shared.model.lanes import Lanes
-from shared.model.tensors import F32, PlannedTensor, Tensors, matrix_of, planned_matrix, planned_vector
+from shared.model.tensors import F32, PlannedTensor, Tensors, matrix_of, planned_matrix, planned_vector, stand_ins
 
 _WEIGHT = "mlp.gate.weight"
 _CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
@@ -71,6 +72,12 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             self.scoring,
             **vectors,
         )
+
+    def measure(self, dry: Pool, hidden: int, n_rows: int) -> None:
+        """Its scratch for ``n_rows`` rows."""
+        ids, weights = np.empty((n_rows, self.k), np.int32), np.empty((n_rows, self.k), np.float32)
+        gate = self.kernel("", stand_ins(self.tensors(hidden)))
+        gate.forward(dry, np.empty((n_rows, hidden), np.float32), ids, weights)
 
     def forward(self, lanes: Lanes, prefix: str, h: Sequence[F32]) -> list[Routes]:
         """The kernel's choice in numpy, for each lane from its rows h f32[T, D]."""

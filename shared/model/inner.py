@@ -5,6 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
+from native.kernels import ExpertJobs, Ffn, ffn, ffn_forward
+from native.library import Pool
+from native.matrix import ALIGNMENT, matrix
 from shared.model.tensors import F32
 
 
@@ -16,6 +19,31 @@ class Inner(msgspec.Struct, frozen=True, kw_only=True):
     def apply(self, gate: F32, up: F32) -> F32:
         """f32[T, F] of both projections -> what the down projection is given."""
         return silu(gate) * up
+
+    def measure(self, dry: Pool, hidden: int, inner: int, n_rows: int) -> None:
+        """A shared expert's or a dense layer's scratch for ``n_rows`` rows."""
+        x = np.empty((n_rows, hidden), np.float32)
+        ffn_forward(dry, _stand_in(hidden, inner), x, x, add=False)
+
+    def measure_experts(self, dry: Pool, hidden: int, inner: int, n_rows: int, n_pairs: int, n_experts: int) -> None:
+        """The scratch of a call for ``n_pairs`` (row, expert) pairs: of one expert, or of as many as there are."""
+        x, parts, ffn = (
+            np.empty((n_rows, hidden), np.float32),
+            np.empty((n_pairs, hidden), np.float32),
+            _stand_in(hidden, inner),
+        )
+        rows = np.arange(n_pairs, dtype=np.int32)
+        for cut in ([rows], np.array_split(rows, min(n_pairs, n_experts))):
+            jobs = ExpertJobs(len(cut), n_pairs)
+            for part in cut:
+                jobs.add(ffn, part % n_rows, part)
+            jobs.run(dry, x, parts)
+
+
+def _stand_in(hidden: int, inner: int) -> Ffn:
+    """Without weights, in the format whose activations take most scratch."""
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    return ffn(*(matrix(ALIGNMENT, ALIGNMENT, "q8", out, in_) for out, in_ in shapes))
 
 
 def silu(x: F32) -> F32:

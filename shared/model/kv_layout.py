@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from native.attention import KV_BLOCK as KV_BLOCK
+
 if TYPE_CHECKING:
     from shared.model.attention.kind import Attention
 
-KV_BLOCK = 64
 KV_ITEM_BYTES = {"f32": 4, "bf16": 2}
 _ALIGN = 4096
 _STATE_ITEM_BYTES = 4

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from native.matrix import Matrix, matrix
+from native.matrix import ALIGNMENT, Matrix, matrix
 
 F32 = NDArray[np.float32]
 
@@ -56,12 +56,12 @@ def planned_vector(name: str, n: int) -> PlannedTensor:
 
 
 class StoredTensor(Protocol):
-    """What kernels need of a loaded tensor (``shared.container.reader.Tensor``)."""
+    """What kernels need of a loaded tensor (``shared.container.reader.Tensor``): arrays, or addresses."""
 
     @property
-    def weight(self) -> NDArray[Any]: ...
+    def weight(self) -> Any: ...
     @property
-    def scale(self) -> NDArray[Any] | None: ...
+    def scale(self) -> Any: ...
     @property
     def format(self) -> str: ...
     @property
@@ -70,6 +70,25 @@ class StoredTensor(Protocol):
 
 Tensors = Mapping[str, StoredTensor]
 """Loaded tensors by their full names."""
+
+
+class StandIn(msgspec.Struct, frozen=True):
+    """A tensor of the right shape whose values nobody looks at: for a dry pool."""
+
+    weight: Any
+    scale: Any
+    format: str
+    shape: tuple[int, ...]
+
+
+def stand_ins(planned: Iterable[PlannedTensor], prefix: str = "") -> dict[str, StandIn]:
+    """In the format whose activations take most scratch."""
+    return {
+        prefix + tensor.name: StandIn(np.empty(tensor.shape, np.float32), None, "f32", tensor.shape)
+        if tensor.kind == "vector"
+        else StandIn(ALIGNMENT, ALIGNMENT, "f32" if tensor.role == "exact" else "q8", tensor.shape)
+        for tensor in planned
+    }
 
 
 def matrix_of(tensor: StoredTensor, act: int | None = None) -> Matrix:

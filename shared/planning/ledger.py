@@ -8,16 +8,16 @@ CapacityError with the arithmetic. ``colibri-up`` starts the group with it, ``co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 import msgspec
 
-from native.library import default_threads
+from native.library import Pool, default_threads
 from native.memory import HUGE_PAGE
 from shared.container.format import Facts
 from shared.errors import CapacityError, ConfigError
 from shared.memory.prompt_room import prompt_room_bytes
-from shared.model.kv_layout import KV_BLOCK, blocks_for, kv_layout
+from shared.model.kv_layout import blocks_for, kv_layout
 from shared.model.spec import ModelSpec
 from shared.run.config import GroupConfig, Line, Settings
 
@@ -65,9 +65,8 @@ _SPELLING_BYTES = 200
 and 180 in the router, which spells answers."""
 _EXPERT_BYTES = 1500
 """What expert_io and its policy keep in mind about an expert and its slot: 1,060 bytes measured, 1,690 with two layouts."""
-_SHARED_ROWS = 128
-_EXPERT_ROWS = 256
-"""Rows that expert_io gives to one native call."""
+_EXPERT_PAIRS = 512
+"""(row, expert) pairs from which on a call takes no more scratch."""
 _RECORDER_BYTES = 10 * MIB
 """Records that wait for a slow disk (8 MiB), and the one being written."""
 _FEW_SLOTS = 0.25
@@ -265,12 +264,10 @@ def _ledger(
         logit_rows = rows if settings.record_logits else n_sequences * (1 + n_drafts)
         frames = N_FRAMES * frame_bytes(spec, rows, logit_rows, n_sequences, blocks_for(context))
         attention = attention_work_bytes(spec, rows, context, n_threads)
-        # parts, shared result and the quantised input of all rows; inner values and their quantised form of those in a call
-        expert_io = rows * ((spec.gate_k + 1) * spec.hidden * 4 + 2 * spec.hidden) + 10 * max(
-            min(rows, _SHARED_ROWS) * spec.shared_inner, min(rows * spec.gate_k, _EXPERT_ROWS) * spec.expert_inner
-        )
-        # scores of all experts for the gate and for the guess; a row's sorted probabilities
-        router = rows * spec.n_experts * 8 + spec.vocab * 16
+        # parts and shared result of all rows
+        expert_io = rows * (spec.gate_k + 1) * spec.hidden * 4 + _expert_scratch(spec, rows, n_threads)
+        # a row's sorted probabilities
+        router = spec.vocab * 16 + _gate_scratch(spec, rows, n_threads)
         lines = [
             Line(SHARED, f"{N_FRAMES} frames of {rows} rows", frames),
             Line("attention", f"work area of {rows} rows", attention),
@@ -392,13 +389,37 @@ def change_budget(
 def attention_work_bytes(spec: ModelSpec, rows: int, context: int, n_threads: int) -> int:
     """What attention (or the drafter) needs beside the weights while ``rows`` rows go through a layer.
 
-    Kept per row: residual, final, selection, quantised input. Attention's scratch is what its kind says; the FFN works in
-    tiles of at most 256 rows.
+    Kept per row: residual, final, selection. The rest is the kernels' scratch, which they state themselves.
     """
-    per_row = 4 * (2 * spec.hidden + spec.n_selected) + 2 * spec.hidden
-    per_ffn_row = 4 * 2 * spec.dense_inner + 2 * spec.dense_inner
-    scratch = max(attention.work_bytes(rows, context, n_threads) for attention in set(spec.attention))
-    return rows * per_row + min(rows, 256) * per_ffn_row + scratch
+    per_row = 4 * (2 * spec.hidden + spec.n_selected)
+    return rows * per_row + _attention_scratch(spec, rows, context, n_threads)
+
+
+@cache
+def _attention_scratch(spec: ModelSpec, rows: int, context: int, n_threads: int) -> int:
+    with Pool(n_threads, is_dry=True) as dry:
+        for attention in dict.fromkeys(spec.attention):
+            attention.measure(dry, rows, context)
+        if spec.dense_inner:
+            spec.inner.measure(dry, spec.hidden, spec.dense_inner, rows)
+        return dry.scratch_bytes
+
+
+@cache
+def _expert_scratch(spec: ModelSpec, rows: int, n_threads: int) -> int:
+    with Pool(n_threads, is_dry=True) as dry:
+        n_pairs = min(rows * spec.gate_k, _EXPERT_PAIRS)
+        spec.inner.measure_experts(dry, spec.hidden, spec.expert_inner, rows, n_pairs, spec.n_experts)
+        if spec.n_shared:
+            spec.inner.measure(dry, spec.hidden, spec.shared_inner, rows)
+        return dry.scratch_bytes
+
+
+@cache
+def _gate_scratch(spec: ModelSpec, rows: int, n_threads: int) -> int:
+    with Pool(n_threads, is_dry=True) as dry:
+        spec.gate.measure(dry, spec.hidden, rows)
+        return dry.scratch_bytes
 
 
 def _slot_bytes(record: int) -> int:
@@ -433,6 +454,3 @@ def _size(n_bytes: int) -> str:
         if n_bytes >= factor:
             return f"{n_bytes / factor:,.2f} {unit}"
     return f"{n_bytes:,} bytes"
-
-
-assert KV_BLOCK == 64

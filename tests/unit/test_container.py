@@ -14,18 +14,15 @@ import numpy as np
 import pytest
 
 from conversion.synth import Synthesis, preset_config
-from native import matrix
+from native.matrix import ACT_F32, FORMATS, matrix, scale_bytes, weight_bytes
 from shared.container.format import PRECISIONS, expert_layout, plan_container, plan_facts
 from shared.container.pack import (
-    FORMATS,
     from_bf16,
     pack_matrix,
     quantise_groups,
-    scale_bytes,
     to_bf16,
     unpack_matrix,
     unpack_quants,
-    weight_bytes,
 )
 from shared.container.reader import Container, aligned_buffer
 from shared.errors import ChecksumMismatch, ConfigError, ContainerError, ShortRead
@@ -46,9 +43,7 @@ def sample(out: int, in_: int, seed: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize(("out", "in_"), SIZES)
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_sizes_are_those_of_the_kernels(fmt: str, out: int, in_: int) -> None:
-    assert weight_bytes(fmt, out, in_) == matrix.weight_bytes(fmt, out, in_)
-    assert scale_bytes(fmt, out, in_) == matrix.scale_bytes(fmt, out, in_)
+def test_every_format_of_the_library_is_packed_in_its_size(fmt: str, out: int, in_: int) -> None:
     weight, scale = pack_matrix(sample(out, in_), fmt)
     assert weight.size == weight_bytes(fmt, out, in_)
     assert (0 if scale is None else scale.size) == scale_bytes(fmt, out, in_)
@@ -213,7 +208,7 @@ def test_kernels_read_what_is_packed() -> None:
         if scale is not None:
             buffer[at : at + scale.size] = scale
         part = None if scale is None else buffer[at : at + scale.size]
-        made = matrix.matrix(buffer[: weight.size], part, fmt, 40, 136, matrix.ACT_F32)
+        made = matrix(buffer[: weight.size], part, fmt, 40, 136, ACT_F32)
         out = np.zeros((3, 40), np.float32)
         kernels.linear(pool, made, x, out)
         wanted = x.astype(np.float64) @ unpack_matrix(weight, scale, fmt, 40, 136).T.astype(np.float64)

@@ -14,8 +14,8 @@ from cli.quality.schemes import SCHEMES, candidate_lanes, round_activations
 from cli.quality.text import cut, default_text, read_documents
 from native.kernels import linear
 from native.library import Pool
-from native.matrix import ACT_F32, ACT_Q8, matrix
-from shared.container.pack import pack_matrix, scale_bytes, unpack_matrix, weight_bytes
+from native.matrix import ACT_F32, ACT_Q8, matrix, scale_bytes, weight_bytes
+from shared.container.pack import pack_matrix, unpack_matrix
 from shared.container.reader import aligned_buffer
 from shared.errors import ConfigError
 from shared.model.attention.latent import select

@@ -133,5 +133,5 @@ void cb_attn_table_neon(cb_table *t)
 {
     *t->attn = (cb_attn_table){widen_neon, scores_neon, softmax_neon, mix_neon, join_neon, index_fold_neon,
                                cb_isa_names[CB_ISA_NEON]};
-    cb_gqa_kernels = cb_gqa_table_neon;
+    t->gqa = &cb_gqa_table_neon;
 }

@@ -91,12 +91,6 @@ class Grouped(Attention, frozen=True, kw_only=True):
     def weights_per_row(self) -> int:
         return self.hidden * (2 * self.q_width + (2 if self.has_values else 1) * self.kv_width)
 
-    def work_bytes(self, n_rows: int, context: int, n_threads: int) -> int:
-        """Tiles of at most 128 rows: queries, keys, values, heads, the output before its bias or norm."""
-        per_tile_row = 4 * (2 * self.q_width + 2 * self.kv_width + self.hidden) + 2 * self.q_width
-        thread_room = n_threads * 4 * 64 * (2 * self.head_dim + 64 * 4)
-        return min(n_rows, 128) * per_tile_row + thread_room
-
     # ---- arithmetic ----
 
     def kernel(self, prefix: str, tensors: Tensors) -> GroupedKernel:

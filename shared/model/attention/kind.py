@@ -10,11 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
-from native.attention import AttnStep
+from native.attention import KV_BLOCK, AttnStep
 from native.library import Pool
+from native.matrix import ALIGNMENT
 from shared.model.lanes import Lanes
-from shared.model.tensors import F32, PlannedTensor, Tensors
+from shared.model.tensors import F32, PlannedTensor, Tensors, stand_ins
 
 
 class PositionRows(msgspec.Struct, frozen=True):
@@ -86,9 +88,26 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
         """Weights that a row is multiplied with: two operations each."""
         raise NotImplementedError
 
-    def work_bytes(self, n_rows: int, context: int, n_threads: int) -> int:
-        """Scratch of the kernel while ``n_rows`` rows go through, without residual stream and quantised input."""
-        raise NotImplementedError
+    def measure(self, dry: Pool, n_rows: int, context: int) -> None:
+        """Runs 1 .. ``n_rows`` rows at the end of ``context`` positions: ``dry.scratch_bytes`` tells what they take."""
+        kernel = self.kernel("", stand_ins(self.tensors()))
+        for rows in sorted({min(1 << i, n_rows) for i in range(n_rows.bit_length() + 1)}):
+            for per_sequence in {1, min(rows, context)}:
+                n_sequences = -(-rows // per_sequence)
+                step = AttnStep(
+                    kv=ALIGNMENT,
+                    index_k=ALIGNMENT,
+                    kv_format="bf16",
+                    n_blocks=1,
+                    selected=np.empty((rows, max(1, self.n_selected)), np.int32),
+                    n_selected=np.full(rows, -1, np.int32),
+                    x=np.empty((rows, self.hidden), np.float32),
+                )
+                at = np.arange(rows, dtype=np.int32)
+                position = at % per_sequence + np.int32(context - per_sequence)
+                table = np.zeros((n_sequences, -(-context // KV_BLOCK)), np.int32)
+                step.set_rows(rows, position, at // per_sequence, table, np.empty((rows, self.hidden), np.float32))
+                kernel.run(dry, step, (ALIGNMENT,) * len(self.rows))
 
     def kernel(self, prefix: str, tensors: Tensors) -> AttentionKernel:
         """``prefix``: of the layer's tensors, ``model.layers.L.``."""

@@ -22,7 +22,6 @@ from shared.model.tensors import F32, PlannedTensor, Source, Tensors, matrix_of,
 INDEX_NORM_EPS = 1e-6
 """Of the LayerNorm of the indexer's keys: hard-coded in every implementation."""
 
-MIB = 1 << 20
 _ATTN = "self_attn."
 _INDEXER = "self_attn.indexer."
 _SELECTION = "latent.selection"
@@ -124,23 +123,14 @@ class Latent(Attention, frozen=True, kw_only=True):
         n += hidden * self.latent + self.n_heads * self.kv_rank * (self.nope + self.v_dim)
         return n + self.n_heads * self.v_dim * hidden
 
-    def work_bytes(self, n_rows: int, context: int, n_threads: int) -> int:
-        """Tiles of at most 128 rows; index scores take at most 16 MiB or those of 4 rows."""
-        index = self.indexer
-        heads = self.n_heads * (max(self.qk_head, self.v_dim) + self.kv_rank)
-        index_values = index.n_heads * index.dim + index.dim if index else 0
-        per_tile_row = 4 * (heads + (self.q_rank or 0) + self.latent + index_values) + 2 * self.n_heads * self.v_dim
-        scores = max(min(16 * MIB, 4 * min(n_rows, 128) * context), 4 * 4 * context) if index else 0
-        thread_room = n_threads * 4 * 64 * (self.latent + 64 * 4)
-        return min(n_rows, 128) * per_tile_row + scores + thread_room
-
     # ---- arithmetic ----
 
     def kernel(self, prefix: str, tensors: Tensors) -> LatentKernel:
         attn, index = prefix + _ATTN, self.indexer
 
         def vector(name: str) -> F32:
-            return tensors[name].weight
+            found: F32 = tensors[name].weight
+            return found
 
         def weight(name: str, act: int | None = None) -> Matrix:
             return matrix_of(tensors[f"{attn}{name}.weight"], act)

@@ -1,0 +1,37 @@
+/* format.c: the weight formats. A new one is a line here and an entry of `linear` on each rung that offers it. */
+#include "internal.h"
+
+const cb_format cb_formats[CB_N_FORMATS] = {
+    [CB_F32] = {"f32", 32, 0, 0},
+    [CB_BF16] = {"bf16", 16, 0, 0},
+    [CB_Q8] = {"q8", 8, 4, 0},
+    [CB_Q4] = {"q4", 4, 0, 2},
+};
+
+static const cb_format *find(int format)
+{
+    return format > CB_NONE && format < CB_N_FORMATS ? &cb_formats[format] : NULL;
+}
+
+const char *cb_format_name(int format)
+{
+    const cb_format *f = find(format);
+    return f ? f->name : NULL;
+}
+
+int64_t cb_weight_bytes(int format, int64_t out, int64_t in)
+{
+    const cb_format *f = find(format);
+    if (!f || out <= 0 || in <= 0 || out > INT32_MAX || in > INT32_MAX)
+        return CB_EINVAL;
+    int64_t inputs = cb_has_scales(format) ? cb_groups(in) * CB_GROUP : in;
+    return cb_blocks(out) * CB_TILE_ROWS * inputs * f->bits / 8;
+}
+
+int64_t cb_scale_bytes(int format, int64_t out, int64_t in)
+{
+    const cb_format *f = find(format);
+    if (!f || out <= 0 || in <= 0 || out > INT32_MAX || in > INT32_MAX)
+        return CB_EINVAL;
+    return cb_blocks(out) * CB_TILE_ROWS * (f->row_scale_bytes + cb_groups(in) * f->group_scale_bytes);
+}
