@@ -16,7 +16,7 @@ from shared.run.terminal import complain, make_streams_safe
 COMMANDS = {
     "chat": ("cli.chat:command", "Talk to the model in the terminal."),
     "run": ("cli.run:command", "Answer one prompt."),
-    "profile": ("cli.profile:command", "Show where the time of an answer goes."),
+    "profile": ("cli.profile.command:command", "Show where the time of an answer goes."),
     "convert": ("cli.convert:command", "Make a container from a Hugging Face checkpoint."),
     "inspect": ("cli.inspect:command", "Show what a container holds."),
     "verify": ("cli.verify:command", "Read a whole container and compare every checksum."),

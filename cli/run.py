@@ -90,9 +90,9 @@ def _print_answer(session: Session, path: str, body: dict[str, Any], answer: Ans
 
 
 def _run_profiled(session: Session, path: str, body: dict[str, Any], answer: Answer, as_json: bool) -> int:
-    from cli.profile import Profiler
-    from cli.profile_report import as_json as report_json
-    from cli.profile_report import format_report
+    from cli.profile.collect import Profiler
+    from cli.profile.report import as_json as report_json
+    from cli.profile.report import format_report
 
     assert session.run_dir is not None
     with Profiler(session.run_dir) as profiler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,9 +57,15 @@ def sources() -> Iterator[Path]:
         yield from (path for path in (ROOT / package).rglob("*.py") if "__pycache__" not in path.parts)
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Names of all modules a file imports, inside functions too, but not those for type checkers alone."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     skipped: set[ast.AST] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
@@ -105,7 +112,7 @@ def test_commands_write_through_the_terminal_module_alone() -> None:
         name = path.relative_to(ROOT).as_posix()
         if not name.startswith(("cli/", "deploy/", "bench/", "conversion/")) or name in to_a_parent:
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             writes = ("print", "click.echo", "click.secho", "sys.stdout.write", "sys.stderr.write")
             assert called not in writes, f"{name}:{node.lineno} writes by {called}"
@@ -116,12 +123,41 @@ def test_files_are_replaced_in_one_place() -> None:
     renaming = {"shared/kept.py", "shared/memory/warm_sets.py", "conversion/writer.py", "conversion/staging.py"}
     for path in sources():
         name = path.relative_to(ROOT).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             is_rename = called in ("os.replace", "os.rename") or called.endswith(".rename")
             assert not is_rename or name in renaming, f"{name}:{node.lineno} renames by {called}"
             is_write = called.endswith((".write_text", ".write_bytes"))
             assert not is_write or name.startswith(("cli/", "bench/")), f"{name}:{node.lineno} writes by {called}"
+
+
+def test_no_circle_of_imports() -> None:
+    """Inside functions too: two modules that need each other are one subject, or a third one is missing."""
+    modules = {}
+    for path in sources():
+        name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        modules[name] = path
+    graph = {name: {m for m in imported_modules(path) if m in modules and m != name} for name, path in modules.items()}
+    while True:  # what imports nothing that is left is in no circle
+        free = {name for name, needs in graph.items() if not needs & graph.keys()}
+        if not free:
+            break
+        graph = {name: needs for name, needs in graph.items() if name not in free}
+    while True:  # and what nobody imports only hangs on one
+        used = {need for needs in graph.values() for need in needs}
+        if graph.keys() <= used:
+            break
+        graph = {name: needs for name, needs in graph.items() if name in used}
+    assert not graph, f"these import each other: {sorted(graph)}"
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Like ``imported``, with the modules that ``from package import module`` names."""
+    found = set(imported(path))
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module in found:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
 def test_native_imports_nothing_of_ours() -> None:

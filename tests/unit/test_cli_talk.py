@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cli.main import main
-from cli.profile import Profiler
+from cli.profile.collect import Profiler
 from shared.errors import ConfigError
 from shared.memory.segments import COUNTERS, TRACE, Segment, unlink_run
 from shared.run.client import Answer, Client, ServerError

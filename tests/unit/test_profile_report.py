@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli.profile_report import Facts, Report, analyse, as_json, chrome_trace, format_report, rates, verdict
-from cli.profile_storage import ReadFacts, StoreFacts, advice
+from cli.profile.analysis import Facts, Report, analyse, rates
+from cli.profile.report import as_json, format_report, verdict
+from cli.profile.storage import ReadFacts, StoreFacts, advice
+from cli.profile.trace import chrome_trace
 from shared.step.stages import ROW, Stage, StepKind, TraceRing, pack_found, unpack_found
 from shared.wire.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER, SERVICES
 
