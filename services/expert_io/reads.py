@@ -193,6 +193,8 @@ class SlotReads:
     def counters(self) -> ReadCounters:
         """The read pools' totals; ``busy_ns`` is the mean over the drives."""
         each = [reader.counters() for reader in self.readers]
+        if len(each) == 1:
+            return each[0]
         total = ReadCounters(*(sum(values) for values in zip(*map(astuple, each), strict=True)))
         return replace(total, busy_ns=total.busy_ns // len(each))
 

@@ -109,6 +109,7 @@ class ExpertIoService(Service):
         self._sender = ""
         self._early: ExpertsWanted | None = None
         self._wait_start_ns = 0
+        self._has_news = False  # reads that the shared counters do not show yet
         # Experts that an earlier process left in named memory are resident from the start.
         for tier, engine in enumerate(self.engines):
             self._tell(LeftBehind(time.monotonic_ns(), tier, engine.residents(), self._budget.is_by_policy))
@@ -224,7 +225,8 @@ class ExpertIoService(Service):
                 layer = key[0] if key else -1
                 self._timer.record(Stage.IO_READ, layer, event.start_ns, event.end_ns, event.n_bytes)
             self._tell(event)
-        if has_read:
+        self._has_news |= has_read
+        if has_read and self._message is None:
             self.publish()
 
     # -- instructions ----------------------------------------------------------------------------------------
@@ -263,38 +265,43 @@ class ExpertIoService(Service):
         """A piece of work, or more where messages can wait; True while there is more that needs no event."""
         if self._message is None:
             return False
+        state = self.state
         begin_ns = now_ns = time.monotonic_ns()
         while True:
             is_at_work = False
-            for order in self.state.handle(Free(now_ns)):
-                self._end_wait(now_ns)
+            for order in state.handle(Free(now_ns)):
+                if self._wait_start_ns:
+                    self._end_wait(now_ns)
                 self._carry_out(order)
-                is_at_work = isinstance(order, Compute | ComputeShared)
+                is_at_work = isinstance(order, (Compute, ComputeShared))
             if not is_at_work:
-                if self._message and self.state.visit and self.state.visit.rows is not None:
-                    self._wait_start_ns = self._wait_start_ns or time.monotonic_ns()
+                if self._message and not self._wait_start_ns and state.visit and state.visit.rows is not None:
+                    self._wait_start_ns = time.monotonic_ns()
                 return False
             now_ns = time.monotonic_ns()
-            if now_ns - begin_ns > WORK_NS or not self.state.has_all:
+            if now_ns - begin_ns > WORK_NS or not state.has_all:
                 return True
 
     def _end_wait(self, now_ns: int) -> None:
-        if self._wait_start_ns:
-            self._timer.record(Stage.IO_WAIT, self._work.layer, self._wait_start_ns, now_ns)
-            self.counters.add("io_wait_ns", now_ns - self._wait_start_ns)
-            self._wait_start_ns = 0
+        self._timer.record(Stage.IO_WAIT, self._work.layer, self._wait_start_ns, now_ns)
+        self.counters.add("io_wait_ns", now_ns - self._wait_start_ns)
+        self._wait_start_ns = 0
 
     def _compute(self, order: Compute) -> None:
         engine, timer = self.engines[order.tier], self._timer
+        n_bytes = len(order.experts) * self._ctx.config.slot_bytes
         timer.begin(Stage.EXPERT_FFN, self._work.layer)
         engine.start(order, self._work.work)
-        timer.end(len(order.experts) * self._ctx.config.slot_bytes)
-        events = engine.take(time.monotonic_ns())
-        if not events:
+        if self.state.has_all:  # then little follows from what was computed
+            self._hear(engine.take(time.monotonic_ns()))
+            timer.end(n_bytes)
             return
-        timer.begin(Stage.SLOTS, self._work.layer)
-        self._hear(events)
-        timer.end()
+        timer.end(n_bytes)
+        events = engine.take(time.monotonic_ns())
+        if events:
+            timer.begin(Stage.SLOTS, self._work.layer)
+            self._hear(events)
+            timer.end()
 
     def _finish(self) -> None:
         message, work = self._message, self._work
@@ -314,13 +321,17 @@ class ExpertIoService(Service):
         self._tell(VisitEnded(now_ns))
         if visit and visit.rows:
             self.history.count(visit.layer, visit.rows, visit.passing)
-        counts, counters, before = self.state.totals, self.counters, self._before
-        for name in AT_VISIT_END:
-            counters.set(name, before[name] + getattr(counts, name))
-        counters.set("pilot_paused", int(self.state.is_guessing_paused))
+        if self._has_news:
+            self.publish()
+        else:
+            counts, counters, before = self.state.totals, self.counters, self._before
+            for name in AT_VISIT_END:
+                counters.set(name, before[name] + getattr(counts, name))
+        self.counters.set("pilot_paused", int(self.state.is_guessing_paused))
 
     def publish(self) -> None:
         """What state and engines count goes into the shared counters."""
+        self._has_news = False
         before, counters = self._before, self.counters
         totals = self.state.counts()
         for engine in self.engines:

@@ -180,6 +180,11 @@ class SlotTable:
         return sum(slot.tier == tier and slot.state not in (ABSENT, FREE) for slot in self.slots)
 
     @property
+    def n_experts(self) -> int:
+        """Experts that lie in slots or are on their way there."""
+        return len(self._of_key)
+
+    @property
     def n_leaving(self) -> int:
         """Slots beyond the capacity that somebody still works with."""
         return len(self._leaving)

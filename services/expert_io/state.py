@@ -137,7 +137,7 @@ class StoreState:
     @property
     def has_all(self) -> bool:
         """Every expert has a slot or is on its way to one: nothing has to be read any more."""
-        return self.table.n_used >= self._n_all
+        return self.table.n_experts == self._n_all
 
     @property
     def is_computing(self) -> bool:

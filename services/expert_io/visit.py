@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from services.expert_io.slots import AWAITED, HELD, Slot, SlotTable, Taken
+from services.expert_io.slots import AWAITED, HELD, RESIDENT, Slot, SlotTable, Taken
 from shared.errors import StoreError
 from shared.experts.residency import Key, passing_limit
 
@@ -124,20 +124,21 @@ class Visit:
         late: list[Slot] = []
         right: list[Key] = []
         later: list[int] = []
+        held, ready = self._held, self._ready
         for expert in rows:
             slot = table.find((layer, expert))
             if slot is None:
                 (later if expert in passing else self._pending).append(expert)
                 continue
-            if slot.is_guess:
+            if slot.state is not RESIDENT and slot.is_guess:
                 if slot.is_likely:
                     n_right_ahead += 1
                 else:
                     right.append((layer, expert))
-            table.hold(slot, passing.get(expert))
-            self._held[expert] = slot
+            table.hold(slot, passing.get(expert) if passing else None)
+            held[expert] = slot
             if slot.state is HELD:
-                self._ready.append(expert)
+                ready.append(expert)
             else:
                 self._awaited[expert] = slot
                 late.append(slot)

@@ -78,16 +78,17 @@ class Counters:
         self._place = {name: i for i, name in enumerate(CELLS[service])}
         block = SERVICES.index(service)
         self.cells: np.ndarray = np.frombuffer(buf, dtype="<i8", count=N_CELLS, offset=block * N_CELLS * 8)
+        self._fast = memoryview(self.cells.data)  # a single cell costs a third of the array's
 
     def add(self, name: str, amount: int = 1) -> None:
-        self.cells[self._place[name]] += amount
+        self._fast[self._place[name]] += amount
 
     def set(self, name: str, value: int) -> None:
         """For cells that are states (slots, resident), and for totals that are kept elsewhere."""
-        self.cells[self._place[name]] = value
+        self._fast[self._place[name]] = value
 
     def get(self, name: str) -> int:
-        return int(self.cells[self._place[name]])
+        return int(self._fast[self._place[name]])
 
     def read(self) -> dict[str, int]:
         """All cells by name, one moment's copy."""

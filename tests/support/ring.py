@@ -66,6 +66,9 @@ class QueueBus:
     def add_fd(self, fd: int, callback: Callable[[], object]) -> None:
         self.fds[fd] = callback
 
+    def remove_fd(self, fd: int) -> None:
+        self.fds.pop(fd, None)
+
 
 @dataclass
 class QueueContext:
