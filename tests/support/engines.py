@@ -29,6 +29,7 @@ from services.expert_io.events import (
 )
 from services.expert_io.slots import Tier
 from shared.container.format import ExpertLayout
+from shared.errors import ErrorCode
 from shared.memory.big_memory import PrivateMemory
 from shared.run.config import GroupConfig
 
@@ -126,7 +127,7 @@ class FakeDevice(ExpertEngine):
             source.seek(file.offset_of(expert))
             data = source.read(file.record_bytes)
         if len(data) < file.record_bytes:
-            return ReadFailed(*what, "expert_read_failed", f"{file.path} is too short")
+            return ReadFailed(*what, ErrorCode.EXPERT_READ_FAILED, f"{file.path} is too short")
         self._memory.array[at : at + len(data)] = np.frombuffer(data, np.uint8)
         self._holds[order.slot] = file.layout
         return ReadLanded(*what)
@@ -136,7 +137,9 @@ class FakeDevice(ExpertEngine):
         (order, work, mine), self._work = self._work, None
         self._n_computed += 1
         if self.loses_every and self._n_computed % self.loses_every == 0:
-            return ComputeFailed(now_ns, order.tier, order.experts, "device_lost", "The device does not answer.")
+            return ComputeFailed(
+                now_ns, order.tier, order.experts, ErrorCode.KERNEL_FAILED, "The device does not answer."
+            )
         jobs = ExpertJobs(len(order.experts), sum(len(rows) for rows, _ in mine.values()))
         for expert, slot in zip(order.experts, order.slots, strict=True):
             address = self._memory.address + (slot - self.slots.start) * self._slot_bytes

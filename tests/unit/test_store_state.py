@@ -13,7 +13,7 @@ from services.expert_io import events as e
 from services.expert_io.slots import SlotState, Tier
 from services.expert_io.state import StoreFacts, StoreState
 from services.expert_io.visit import Visit
-from shared.errors import StoreError
+from shared.errors import ErrorCode, StoreError
 from shared.experts.residency import POLICIES, Key
 
 N_EXPERTS = 12
@@ -128,7 +128,7 @@ class World:
             self.tell(e.ReadCancelled(*what))
         elif rng.random() < 0.1:
             self.cancelled.discard(slot)
-            self.tell(e.ReadFailed(*what, "expert_read_failed", "the drive is gone"))
+            self.tell(e.ReadFailed(*what, ErrorCode.EXPERT_READ_FAILED, "the drive is gone"))
         else:  # a cancelled read may be whole before it hears of that
             self.cancelled.discard(slot)
             self.memory[slot] = order.key
@@ -141,7 +141,7 @@ class World:
         if visit is self.visit_of[tier]:
             self.done |= set(order.experts)
         if rng.random() < 0.1:
-            self.tell(e.ComputeFailed(self.now(), tier, order.experts, "engine_lost", "the device is gone"))
+            self.tell(e.ComputeFailed(self.now(), tier, order.experts, ErrorCode.KERNEL_FAILED, "the device is gone"))
         else:
             self.tell(e.Computed(self.now(), tier, order.experts))
 
@@ -322,9 +322,9 @@ def test_an_engine_that_fails_ends_the_rows_that_want_its_experts_and_nothing_el
     land(world, 0)
     world.tell(e.Free(world.now()))
     del world.computing[0]
-    told = world.tell(e.ComputeFailed(world.now(), 0, (3,), "engine_lost", "the device is gone"))
+    told = world.tell(e.ComputeFailed(world.now(), 0, (3,), ErrorCode.KERNEL_FAILED, "the device is gone"))
     [failed] = [o for o in told if isinstance(o, e.FailExpert)]
-    assert failed.is_wanted and (failed.key, failed.code) == ((1, 3), "engine_lost")
+    assert failed.is_wanted and (failed.key, failed.code) == ((1, 3), "kernel_failed")
     assert any(isinstance(o, e.Finish) for o in world.tell(e.Free(world.now())))
 
 
