@@ -320,6 +320,8 @@ def test_nobody_is_held_up_by_the_prompts_of_others(group: Group) -> None:
     long = b'{"messages": [{"role": "user", "content": "' + b"some words " * 23_600 + b'"}]}'
     huge = b'{"prompt": "' + b"a <|user|> " * 1_400_000 + b'"}'
     many = b'{"messages": [' + b",".join([b'{"role":"user","content":"a"}'] * 480_000) + b"]}"
+    with Watcher(group) as calm:
+        time.sleep(2)
     with Watcher(group) as watcher, ThreadPoolExecutor(20) as pool:
         answers = [pool.submit(post, "chat/completions", long) for _ in range(100)]
         answers += [pool.submit(post, "completions", huge), pool.submit(post, "chat/completions", many)]
@@ -328,7 +330,7 @@ def test_nobody_is_held_up_by_the_prompts_of_others(group: Group) -> None:
     assert {answer.json()["error"]["param"] for answer in refused} == {"messages", "prompt", None}
     assert watcher.statuses == {200}
     assert watcher.n_events > 50
-    assert watcher.longest_s < 1.0
+    assert watcher.longest_s < 1.0 + calm.longest_s  # what the machine does by itself is not counted
 
 
 def test_the_death_of_the_prompt_process_loses_no_request(group: Group) -> None:
