@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from services.router.pieces import Pieces, read_pieces
 from services.router.tokenizer import ModelTokenizer
@@ -100,6 +100,25 @@ def test_a_text_that_can_not_fit_is_refused_without_splitting_it(letter: str) ->
             encode()
         assert refused.value.code == "context_length_exceeded"
     assert time.monotonic() - begin < 3
+
+
+@pytest.mark.parametrize("kind", ["normaliser", "lstrip", "words"])
+def test_no_kind_of_tokenizer_makes_a_long_text_costly(tmp_path: Path, kind: str) -> None:
+    """Characters may vanish in a normaliser, or in a token that takes blanks along: counting does not mind."""
+    tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    if kind == "normaliser":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace("  ", " ")])
+    elif kind == "lstrip":
+        tokenizer.add_special_tokens([AddedToken("<|mask|>", special=True, lstrip=True, rstrip=True)])
+    else:
+        tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "Once": 1}, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model, text = ModelTokenizer(tmp_path), "Once upon a <|mask|>  time. " * 500_000
+    begin = time.thread_time()
+    with pytest.raises(Refused, match="at most 2047 fit"):
+        model.encode(text, 2047)
+    assert time.thread_time() - begin < 2
 
 
 def test_a_bound_is_never_above_the_number_of_tokens() -> None:
