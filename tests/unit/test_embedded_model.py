@@ -20,7 +20,7 @@ def test_it_is_found_and_whole() -> None:
 
 def test_the_wheel_carries_it() -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
-    assert "models" in build["wheel"]["packages"]
+    assert "models" in build["wheel"]["packages"].values()
     assert not any(pattern.startswith("models/fledgling") for pattern in build["wheel"]["exclude"])
 
 
