@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -439,3 +440,54 @@ def test_a_request_whose_name_comes_again_starts_afresh() -> None:
     again = driver.submit("a")
     driver.land()
     assert driver.drafting.held(again) == 3
+
+
+# ---- any order of events ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_order_of_drafts_faults_and_losses_changes_an_answer(seed: int) -> None:
+    """Some positions are faulty in each of three sequences. Guesses are right or wrong, peers come and go, steps fail as a
+    whole while a wrong guess is in them: every answer is the one without all that."""
+    rng = random.Random(seed)
+    driver = Driver(n_drafts=3, prefill_chunk=rng.choice([2, 3, 8]))
+    sequences = [driver.submit(name, rng.randint(1, 7), max_tokens=9) for name in "abc"]
+    faulty = {s.request: set(rng.sample(range(30), rng.choice([0, 0, 1, 3]))) for s in sequences}
+    incarnation = 1
+    for _ in range(400):
+        if driver.scheduler.is_idle:
+            break
+        flight = driver.flights.current
+        assert flight, "nothing flies although requests wait"
+        event = rng.random()
+        if event < 0.05:
+            incarnation += 1
+            peer = rng.choice(["attention", "expert_io", "drafter"])
+            driver.see(**{peer: 0})
+            driver.see(**{peer: incarnation})
+        elif isinstance(flight.plan, DraftPlan):
+            if event < 0.1:
+                driver.failed(rng.choice([(), (0,)]), step=rng.randrange(flight.n_steps))
+                continue
+            right = [range(len(s.sequence.tokens), 99) for s in flight.plan.drafting]
+            driver.drafted(*(tuple(t if rng.random() < 0.7 else 999 for t in tokens[:3]) for tokens in right))
+        elif any(999 in span.tokens for span in flight.plan.spans) and event < 0.3:
+            driver.failed(())
+        else:
+            rows = [
+                span.first + i
+                for span in flight.plan.spans
+                for i, token in enumerate(span.tokens)
+                if span.position + i in faulty[span.sequence.request] or (token == 999 and rng.random() < 0.5)
+            ]
+            rng.shuffle(rows)
+            for row in rows:
+                driver.failed((row,), layer=rng.randint(0, 5))
+            driver.land(n_faults=len(rows))
+    assert driver.scheduler.is_idle
+    for sequence in sequences:
+        # The token behind position p is p + 1; the answer ends before the first one whose position is faulty.
+        ends = min((p for p in faulty[sequence.request]), default=99)
+        n = min(9, max(0, ends + 1 - sequence.n_prompt))
+        assert sequence.tokens[sequence.n_prompt :] == list(range(sequence.n_prompt, sequence.n_prompt + n))
+        assert (sequence.error is not None) == (n < 9), sequence
