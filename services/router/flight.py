@@ -290,7 +290,7 @@ class Flights:
             flight.n_faults_heard += 1
             return out
         out.append(self._give_up())
-        has_company = len(plan.spans) > 1 or plan != Plan.of(span.without_drafts() for span in plan.spans)
+        has_company = len(plan.spans) > 1 or any(span.has_drafts for span in plan.spans)
         if has_company:
             # Whose fault it is shows when each runs alone and without drafts.
             self._run_again(flight, plan, flight.n_replays, is_apart=True)

@@ -34,9 +34,10 @@ class BlockPool:
         self._free.sort(reverse=True)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Span:
-    """Consecutive rows of one sequence in a step. ``rows[first .. first + n)`` stand at ``position`` and on."""
+    """Consecutive rows of one sequence in a step. ``rows[first .. first + n)`` stand at ``position`` and on. Where they lie
+    in the step ``Plan.of`` fills in."""
 
     sequence: Sequence
     tokens: tuple[int, ...]
@@ -51,9 +52,13 @@ class Span:
     def n_rows(self) -> int:
         return len(self.tokens)
 
+    @property
+    def has_drafts(self) -> bool:
+        return not self.is_prefill and len(self.tokens) > 1
+
     def without_drafts(self) -> Span:
-        """The rows whose tokens are certain."""
-        return self if self.is_prefill else replace(self, tokens=self.tokens[:1], n_logits=1)
+        """A span of the rows whose tokens are certain."""
+        return replace(self, tokens=self.tokens[:1], n_logits=1) if self.has_drafts else replace(self)
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,14 @@ class Plan:
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> Plan:
-        """The spans one behind the other; a prompt chunk must be the last."""
-        placed: list[Span] = []
+        """The spans, which are the plan's from now on, one behind the other; a prompt chunk must be the last."""
+        placed = tuple(spans)
         n_rows = n_logits = 0
-        for table_row, span in enumerate(spans):
-            logit_first = n_logits if span.n_logits else -1
-            placed.append(replace(span, table_row=table_row, first=n_rows, logit_first=logit_first))
+        for table_row, span in enumerate(placed):
+            span.table_row, span.first, span.logit_first = table_row, n_rows, n_logits if span.n_logits else -1
             n_rows += span.n_rows
             n_logits += span.n_logits
-        return cls(tuple(placed), n_rows, n_logits)
+        return cls(placed, n_rows, n_logits)
 
     @property
     def is_prefill(self) -> bool:
