@@ -205,7 +205,7 @@ def _path_or_none(text: str) -> str | None:
 def create_segments(plan: Plan) -> None:
     """All named memory of the group. Raises CapacityError; what was created by then is removed by ``clean_run``."""
     from shared.memory import segments
-    from shared.model.kv_layout import kv_layout
+    from shared.model.kv_layout import group_kv
     from shared.step import counters
     from shared.step.frame import frame_bytes, frame_dims
     from shared.step.stages import TraceRing
@@ -216,13 +216,12 @@ def create_segments(plan: Plan) -> None:
     n_trace = max(TRACE_ROWS, 2 * dims.stages)
     sizes = {
         segments.FRAMES: config.n_frames * frame_bytes(dims),
-        segments.KV: kv_layout(spec.main_attention, config.kv_dtype, config.n_kv_blocks).total_bytes,
+        segments.KV: group_kv(spec.main_attention, config).total_bytes,
         segments.TRACE: TraceRing.HEAD_BYTES + n_trace * TraceRing.ROW_BYTES,
         segments.COUNTERS: counters.SEGMENT_BYTES,
     }
     if config.n_drafts:
-        mtp_kv = kv_layout(spec.mtp_attention, config.kv_dtype, config.n_kv_blocks)
-        sizes[segments.MTP_KV] = mtp_kv.total_bytes
+        sizes[segments.MTP_KV] = group_kv(spec.mtp_attention, config).total_bytes
     for name, n_bytes in sizes.items():
         segments.Segment.create(config.run_id, name, n_bytes).close()
 

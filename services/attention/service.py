@@ -67,9 +67,7 @@ class AttentionService(Service):
         self._position, self._seq = np.empty_like(frame.position), np.empty_like(frame.seq)
         self._table = np.empty_like(frame.block_table)
         # One set of rows serves all layers of a step; only the cache below it changes.
-        self._rows, self._caches = attention_step(
-            spec.main_attention, config.kv_dtype, config.n_kv_blocks, self._x, place.segment(KV)
-        )
+        self._rows, self._caches = attention_step(spec.main_attention, config, self._x, place.segment(KV))
         self._run: StepRun | None = None
         return {"kernels": dispatch_text(), "dense_bytes": str(weights.n_bytes), "memory": weights.describe()}
 

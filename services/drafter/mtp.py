@@ -16,6 +16,7 @@ from shared.container.layer_weights import DensePart, attention_step
 from shared.container.reader import Container
 from shared.memory.big_memory import MTP, Home
 from shared.model.tensors import matrix_of
+from shared.run.config import GroupConfig
 
 F32 = NDArray[np.float32]
 
@@ -28,8 +29,7 @@ class MtpLayer:
         container: Container,
         pool: Pool,
         kv_buf: object,
-        kv_dtype: str,
-        n_blocks: int,
+        config: GroupConfig,
         max_rows: int,
         home: Home | None = None,
     ) -> None:
@@ -48,7 +48,7 @@ class MtpLayer:
         self.hidden = np.empty((max_rows, spec.hidden), np.float32)
         self._pair = np.empty((max_rows, 2 * spec.hidden), np.float32)
         self._half = np.empty((max_rows, spec.hidden), np.float32)
-        self._rows, [self._caches] = attention_step(spec.mtp_attention, kv_dtype, n_blocks, self.x, kv_buf)
+        self._rows, [self._caches] = attention_step(spec.mtp_attention, config, self.x, kv_buf)
 
     def attend(
         self,

@@ -82,7 +82,7 @@ class DrafterService(Service):
         max_rows = len(place.frame(0).token)
         home = Home.of(config, ctx.log)
         kv = place.segment(MTP_KV)
-        self._mtp = place.keep(MtpLayer(container, place.pool, kv, config.kv_dtype, config.n_kv_blocks, max_rows, home))
+        self._mtp = place.keep(MtpLayer(container, place.pool, kv, config, max_rows, home))
         return {"kernels": dispatch_text(), "drafts": str(config.n_drafts), "memory": self._mtp.describe()}
 
     def is_idle(self) -> bool:

@@ -16,12 +16,13 @@ from native.kernels import Ffn, ffn
 from native.library import NativeError, address
 from shared.memory.big_memory import Home, NamedMemory, PrivateMemory, content_of
 from shared.memory.huge_pages import huge_bytes
-from shared.model.kv_layout import kv_layout
+from shared.model.kv_layout import LayerKv, group_kv
 from shared.model.tensors import matrix_of
 
 if TYPE_CHECKING:
     from shared.container.reader import Container, DenseEntry, Tensor
     from shared.model.attention.kind import Attention
+    from shared.run.config import GroupConfig
 
 
 class DensePart:
@@ -80,25 +81,25 @@ def ffn_of(tensors: Mapping[str, Tensor], prefix: str) -> Ffn:
 
 
 def attention_step(
-    layers: Sequence[Attention], kv_dtype: str, n_blocks: int, x: NDArray[np.float32], kv: object
-) -> tuple[AttnStep, list[tuple[int, ...]]]:
-    """The rows of a step for these layers over x f32[N, D], and each layer's caches as kernels are given them.
+    layers: Sequence[Attention], config: GroupConfig, x: NDArray[np.float32], kv: object
+) -> tuple[AttnStep, list[LayerKv]]:
+    """The rows of a step for these layers over x f32[N, D], and the addresses of each layer's caches.
 
-    ``kv``: the buffer of the layers' KV segment; NativeError when it is too small for ``n_blocks`` blocks.
+    ``kv``: the buffer of the layers' KV segment; NativeError when it is too small for the group.
     """
-    layout = kv_layout(layers, kv_dtype, n_blocks)
+    layout = group_kv(layers, config)
     buffer = np.frombuffer(kv, np.uint8)  # type: ignore[call-overload]
     if buffer.nbytes < layout.total_bytes:
-        raise NativeError(f"KV segment: {buffer.nbytes:,} bytes, {n_blocks} blocks need {layout.total_bytes:,}")
+        raise NativeError(f"KV segment: {buffer.nbytes:,} bytes, {layout.n_blocks} blocks need {layout.total_bytes:,}")
     start = address(buffer)
     n_rows, n_selected = len(x), max(layer.n_selected for layer in layers)
     step = AttnStep(
         kv=start,
         index_k=None,
-        kv_format=kv_dtype,
-        n_blocks=n_blocks,
+        kv_format=config.kv_dtype,
+        n_blocks=config.n_kv_blocks,
         x=x,
         selected=np.empty((n_rows, max(1, n_selected)), np.int32),
         n_selected=np.full(n_rows, -1, np.int32),
     )
-    return step, [tuple(start + offset for offset in layer.rows) for layer in layout.layers]
+    return step, [layer.at(start) for layer in layout.layers]

@@ -16,6 +16,7 @@ from native.attention import KV_BLOCK as KV_BLOCK
 
 if TYPE_CHECKING:
     from shared.model.attention.kind import Attention
+    from shared.run.config import GroupConfig
 
 KV_ITEM_BYTES = {"f32": 4, "bf16": 2}
 _ALIGN = 4096
@@ -38,6 +39,11 @@ class LayerKv:
     rows: tuple[int, ...]
     state: int | None = None
     drafts: int | None = None
+
+    def at(self, start: int) -> LayerKv:
+        """The same as addresses, the segment being at ``start``."""
+        state, drafts = (None if offset is None else start + offset for offset in (self.state, self.drafts))
+        return LayerKv(tuple(start + offset for offset in self.rows), state, drafts)
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,12 @@ def kv_layout(
             drafts = place(n_records * attention.state.draft_values * _STATE_ITEM_BYTES)
         found.append(LayerKv(rows, state, drafts))
     return KvLayout(tuple(found), n_blocks, max(end, _ALIGN))
+
+
+def group_kv(layers: Sequence[Attention], config: GroupConfig) -> KvLayout:
+    """These layers' segment in a running group. No snapshots: no prefix is shared yet."""
+    states = StatePlaces(config.max_sequences, config.n_drafts)
+    return kv_layout(layers, config.kv_dtype, config.n_kv_blocks, states)
 
 
 def blocks_for(n_positions: int) -> int:

@@ -17,7 +17,7 @@ from native.memory import HUGE_PAGE
 from shared.container.format import Facts
 from shared.errors import CapacityError, ConfigError
 from shared.memory.prompt_room import prompt_room_bytes
-from shared.model.kv_layout import blocks_for, kv_layout
+from shared.model.kv_layout import StatePlaces, blocks_for, kv_layout
 from shared.model.spec import ModelSpec
 from shared.run.config import GroupConfig, Line, Settings
 
@@ -251,11 +251,12 @@ def _ledger(
     rest = budget - sum(line.bytes for line in fixed) - min_slots * slot_bytes
 
     def kv_lines(context: int) -> list[Line]:
-        n_blocks = n_sequences * blocks_for(context)
-        what = f"KV of {n_sequences} sequences x {context:,} tokens, {settings.kv_dtype}"
-        lines = [Line(SHARED, what, kv_layout(spec.main_attention, settings.kv_dtype, n_blocks).total_bytes)]
+        n_blocks, states = n_sequences * blocks_for(context), StatePlaces(n_sequences, n_drafts)
+        has_states = any(attention.state for attention in spec.main_attention)
+        what = f"KV{' and states' if has_states else ''} of {n_sequences} sequences x {context:,} tokens, {settings.kv_dtype}"
+        lines = [Line(SHARED, what, kv_layout(spec.main_attention, settings.kv_dtype, n_blocks, states).total_bytes)]
         if n_drafts:
-            size = kv_layout(spec.mtp_attention, settings.kv_dtype, n_blocks).total_bytes
+            size = kv_layout(spec.mtp_attention, settings.kv_dtype, n_blocks, states).total_bytes
             lines.append(Line(SHARED, "KV of the MTP layer", size))
         return lines
 

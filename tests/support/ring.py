@@ -31,7 +31,7 @@ from shared.log import Log
 from shared.memory.segments import Segment, add_owner, unlink_run
 from shared.messages.gateway import RequestDone, RequestRefused, TokenOut
 from shared.messages.router import DraftReady, Sampling, Submit
-from shared.model.kv_layout import KV_BLOCK, blocks_for, kv_layout
+from shared.model.kv_layout import KV_BLOCK, blocks_for, group_kv
 from shared.run.config import GroupConfig
 from shared.step.counters import SEGMENT_BYTES, read_all
 from shared.step.frame import Frame, frame_bytes, frame_dims
@@ -141,12 +141,12 @@ class Ring:
         dims = frame_dims(config, spec)
         sizes = {
             "frames": frame_bytes(dims) * config.n_frames,
-            "kv": kv_layout(spec.main_attention, config.kv_dtype, config.n_kv_blocks).total_bytes,
+            "kv": group_kv(spec.main_attention, config).total_bytes,
             "trace": 1 << 20,
             "counters": SEGMENT_BYTES,
         }
         if config.n_drafts:
-            sizes["mtp_kv"] = kv_layout(spec.mtp_attention, config.kv_dtype, config.n_kv_blocks).total_bytes
+            sizes["mtp_kv"] = group_kv(spec.mtp_attention, config).total_bytes
         for name, n_bytes in sizes.items():
             Segment.create(run_id, name, n_bytes).close()
         self._rng = random.Random(shuffle) if shuffle is not None else None

@@ -16,6 +16,7 @@ from native.gqa import GqaLayer, gqa_forward
 from native.library import Pool
 from native.matrix import Matrix, absent_matrix
 from shared.model.attention.kind import Attention, PositionRows
+from shared.model.kv_layout import LayerKv
 from shared.model.lanes import Lanes, causal
 from shared.model.rope import Rope
 from shared.model.tensors import F32, PlannedTensor, Tensors, matrix_of, planned_matrix, planned_vector
@@ -185,8 +186,8 @@ class GroupedKernel:
     def __init__(self, layer: GqaLayer) -> None:
         self._layer = layer
 
-    def run(self, pool: Pool, step: AttnStep, caches: Sequence[int]) -> None:
-        step.kv, step.index_k = caches[0], None
+    def run(self, pool: Pool, step: AttnStep, caches: LayerKv) -> None:
+        step.kv, step.index_k = caches.rows[0], None
         gqa_forward(pool, self._layer, step)
 
 

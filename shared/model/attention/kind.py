@@ -15,6 +15,7 @@ import numpy as np
 from native.attention import KV_BLOCK, AttnStep
 from native.library import Pool
 from native.matrix import ALIGNMENT
+from shared.model.kv_layout import LayerKv
 from shared.model.lanes import Lanes
 from shared.model.tensors import F32, PlannedTensor, Tensors, stand_ins
 
@@ -42,10 +43,10 @@ class SequenceState(msgspec.Struct, frozen=True):
 class AttentionKernel(Protocol):
     """One layer's weights as native structs."""
 
-    def run(self, pool: Pool, step: AttnStep, caches: Sequence[int]) -> None:
+    def run(self, pool: Pool, step: AttnStep, caches: LayerKv) -> None:
         """x += attention(norm(x)) and hidden = norm(x) for the rows of ``step``.
 
-        ``caches``: addresses, one per entry of ``Attention.rows``.
+        ``caches``: the addresses of what ``Attention.rows`` and ``Attention.state`` list.
         """
 
 
@@ -107,7 +108,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
                 position = at % per_sequence + np.int32(context - per_sequence)
                 table = np.zeros((n_sequences, -(-context // KV_BLOCK)), np.int32)
                 step.set_rows(rows, position, at // per_sequence, table, np.empty((rows, self.hidden), np.float32))
-                kernel.run(dry, step, (ALIGNMENT,) * len(self.rows))
+                kernel.run(dry, step, LayerKv((ALIGNMENT,) * len(self.rows), ALIGNMENT, ALIGNMENT))
 
     def kernel(self, prefix: str, tensors: Tensors) -> AttentionKernel:
         """``prefix``: of the layer's tensors, ``model.layers.L.``."""

@@ -15,6 +15,7 @@ from native.attention import AttnLayer, AttnStep, attn_forward
 from native.library import Pool
 from native.matrix import ACT_F32, Matrix, absent_matrix
 from shared.model.attention.kind import Attention, PositionRows
+from shared.model.kv_layout import LayerKv
 from shared.model.lanes import Lanes, causal
 from shared.model.rope import Rope
 from shared.model.tensors import F32, PlannedTensor, Source, Tensors, matrix_of, planned_matrix, planned_vector
@@ -242,9 +243,9 @@ class LatentKernel:
     def __init__(self, layer: AttnLayer) -> None:
         self._layer = layer
 
-    def run(self, pool: Pool, step: AttnStep, caches: Sequence[int]) -> None:
-        step.kv = caches[0]
-        step.index_k = caches[1] if len(caches) > 1 else None
+    def run(self, pool: Pool, step: AttnStep, caches: LayerKv) -> None:
+        step.kv = caches.rows[0]
+        step.index_k = caches.rows[1] if len(caches.rows) > 1 else None
         attn_forward(pool, self._layer, step)
 
 

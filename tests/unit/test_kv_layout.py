@@ -1,0 +1,95 @@
+"""Where a layer's rows and states lie: nothing overlaps, and all of it is in the ledger."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from conversion.synth import preset_config
+from shared.container.format import PRECISIONS, plan_container, plan_facts
+from shared.model.attention.kind import Attention, SequenceState
+from shared.model.kv_layout import KV_BLOCK, KvLayout, StatePlaces, kv_layout
+from shared.model.spec import ModelSpec
+from shared.planning.ledger import make_ledger
+from shared.run.config import Settings
+from tests.oracle import oracle_config
+
+
+class Recurrent(Attention, frozen=True, kw_only=True):
+    """A kind that keeps a state of each sequence instead of rows, as gated delta rules do."""
+
+    n_values: int
+    draft_values: int
+
+    @property
+    def state(self) -> SequenceState:
+        return SequenceState("sum over the past", self.n_values, self.draft_values)
+
+    def measure(self, dry: object, n_rows: int, context: int) -> None:
+        """No kernel yet."""
+
+
+def spans(layout: KvLayout, layers: tuple[Attention, ...], item: int, states: StatePlaces) -> list[tuple[int, int]]:
+    """(start, bytes) of everything in the segment."""
+    found = []
+    for at, layer in zip(layout.layers, layers, strict=True):
+        found += [
+            (start, layout.n_blocks * KV_BLOCK * part.n_values * item)
+            for start, part in zip(at.rows, layer.rows, strict=True)
+        ]
+        if layer.state:
+            n_states = states.n_sequences + states.n_snapshots
+            found.append((at.state, 4 * n_states * layer.state.n_values))
+            found.append((at.drafts, 4 * states.n_sequences * states.n_drafts * layer.state.draft_values))
+        else:
+            assert (at.state, at.drafts) == (None, None)
+    return found
+
+
+def mixed() -> tuple[Attention, ...]:
+    spec = ModelSpec.from_config(preset_config("tiny", 3))
+    grouped = ModelSpec.from_config(oracle_config("glm4_moe")).attention[0]
+    recurrent = Recurrent(hidden=64, rms_eps=1e-6, n_values=5000, draft_values=300)
+    return (recurrent, *spec.main_attention, recurrent, grouped)
+
+
+@pytest.mark.parametrize(("kv_dtype", "item"), [("f32", 4), ("bf16", 2)])
+def test_nothing_overlaps(kv_dtype: str, item: int) -> None:
+    layers, states = mixed(), StatePlaces(n_sequences=3, n_drafts=2, n_snapshots=4)
+    layout = kv_layout(layers, kv_dtype, 5, states)
+    end = 0
+    for start, n_bytes in sorted(spans(layout, layers, item, states)):
+        assert start >= end
+        assert start % 4096 == 0
+        end = start + n_bytes
+    assert end <= layout.total_bytes < end + 4096
+
+
+def test_addresses_are_offsets_from_the_start() -> None:
+    layout = kv_layout(mixed(), "f32", 2, StatePlaces(1, 1))
+    for layer in layout.layers:
+        moved = layer.at(1 << 30)
+        assert [a - b for a, b in zip(moved.rows, layer.rows, strict=True)] == [1 << 30] * len(layer.rows)
+        assert moved.state is None if layer.state is None else moved.state == layer.state + (1 << 30)
+
+
+def test_states_are_in_the_ledger() -> None:
+    """Of each sequence, whatever its length, with what drafts need."""
+    plain = ModelSpec.from_config(preset_config("tiny", 4, True))
+    facts = plan_facts(plain, plan_container(plain, PRECISIONS["int4"]))
+    recurrent = Recurrent(hidden=64, rms_eps=1e-6, n_values=1 << 20, draft_values=1 << 18)
+    spec = msgspec.structs.replace(plain, attention=(recurrent, *plain.attention[1:]))
+
+    def kv_bytes(model: ModelSpec, **settings: object) -> int:
+        made = make_ledger(model, facts, Settings(max_context=512, **settings), 2 << 30)
+        return sum(line.bytes for line in made.lines if line.what.startswith("KV") and "MTP" not in line.what)
+
+    def states(n_sequences: int, n_drafts: int) -> int:
+        asked = {"max_sequences": n_sequences, "draft": n_drafts or "off"}
+        rows = plain.main_attention[0].rows
+        without = 2 * KV_BLOCK * 8 * n_sequences * sum(part.n_values for part in rows)
+        return kv_bytes(spec, **asked) - kv_bytes(plain, **asked) + without
+
+    assert states(1, 0) == 4 << 20
+    assert states(3, 0) == 12 << 20
+    assert states(3, 2) == (12 << 20) + 3 * 2 * (1 << 20)
