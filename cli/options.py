@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,26 @@ class GivenSize(click.ParamType):  # type: ignore[type-arg]
         return str(value)
 
 
+class GivenSlot(click.ParamType):  # type: ignore[type-arg]
+    """A slot of the expert store: its number, as (-1, number), or LAYER:EXPERT."""
+
+    name = "N|LAYER:EXPERT"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        found = re.fullmatch(r"(?:([0-9]{1,9}):)?([0-9]{1,9})", str(value))
+        if not found:
+            self.fail(
+                f"{value!r}: the number of a slot or LAYER:EXPERT is expected, for example 17 or 3:42.", param, ctx
+            )
+        return (-1 if found[1] is None else int(found[1])), int(found[2])
+
+
 TEMPERATURE = FiniteRange(0, MAX_TEMPERATURE)
 TOP_P = FiniteRange(0, 1)
 SEED = click.IntRange(*SEED_RANGE)
 ABOVE_ZERO = FiniteRange(min=0, min_open=True)
 SIZE = GivenSize()
+SLOT = GivenSlot()
 PATH = GivenPath(path_type=Path)
 PATH_TEXT = GivenPath()
 """The same as text, for what is handed on."""

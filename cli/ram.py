@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from cli.options import PATH_TEXT, SIZE
+from cli.options import PATH_TEXT, SIZE, SLOT
 from shared.errors import CapacityError, ConfigError
 from shared.machine.memory_probe import limits_of, own_bytes, page_cache_bytes, probe_memory, service_bytes
 from shared.memory.big_memory import named_bytes
@@ -30,8 +30,15 @@ ANSWER_S = 30.0
 @click.option(
     "--run-dir", metavar="DIR", type=PATH_TEXT, help="The group of this run directory (default: the user's own)."
 )
+@click.option(
+    "--slot",
+    "asked",
+    multiple=True,
+    type=SLOT,
+    help="Tell which events led to the state of this slot, or of an expert's slot. May be repeated.",
+)
 @click.option("--json", "is_json", is_flag=True, help="As JSON.")
-def command(size: str | None, run_dir: str | None, is_json: bool) -> None:
+def command(size: str | None, run_dir: str | None, asked: tuple[tuple[int, int], ...], is_json: bool) -> None:
     """Show the memory of the running group, or give it another budget: SIZE for the whole group, for example 12G.
 
     A smaller budget takes effect at once: experts leave their slots and the memory goes back to the system. Everything but
@@ -40,20 +47,26 @@ def command(size: str | None, run_dir: str | None, is_json: bool) -> None:
     n_bytes = parse_bytes(size, "size") if size is not None else 0
     directory = Path(os.path.expanduser(run_dir)).absolute() if run_dir else default_run_dir()
     config = running.running_config(directory)
-    ram = _ask(config, n_bytes)
+    ram = _ask(config, n_bytes, asked)
     if ram.refusal:
         raise CapacityError(ram.refusal)
     report = make_report(config, ram)
     if is_json:
         say_json(report, indent=1)
     else:
-        say(format_report(config, ram, report))
+        say(format_stories(ram) if asked else format_report(config, ram, report))
 
 
-def _ask(config: GroupConfig, n_bytes: int) -> control.Ram:
+def format_stories(ram: control.Ram) -> str:
+    """How many slots are in which state, and the stories that were asked for."""
+    states = ", ".join(f"{n:,} {state}" for state, n in ram.states)
+    return "\n".join([f"slots: {states}", *ram.stories])
+
+
+def _ask(config: GroupConfig, n_bytes: int, asked: tuple[tuple[int, int], ...]) -> control.Ram:
     client = ControlClient(Endpoints(config.run_dir, config.run_id))
     try:
-        answer = client.ask(control.RamWanted(n_bytes), control.Ram, ANSWER_S)
+        answer = client.ask(control.RamWanted(n_bytes, 0, asked), control.Ram, ANSWER_S)
     finally:
         client.close(0)
     if not isinstance(answer, control.Ram):
@@ -81,7 +94,14 @@ def make_report(config: GroupConfig, ram: control.Ram) -> dict[str, Any]:
     return {
         "budget": ram.budget_bytes,
         "started_with": config.ram_bytes,
-        "slots": {"capacity": ram.n_slots, "used": ram.n_used, "leaving": ram.n_leaving, "bytes": config.slot_bytes},
+        "slots": {
+            "capacity": ram.n_slots,
+            "used": ram.n_used,
+            "leaving": ram.n_leaving,
+            "bytes": config.slot_bytes,
+            "states": dict(ram.states),
+            "stories": list(ram.stories),
+        },
         "planned": planned,
         "held": held,
         "held_sum": sum(held.values()),

@@ -204,7 +204,10 @@ class ExpertIoService(Service):
                     self._ctx.log.info(
                         "ram_changed", budget_bytes=self._budget.n_bytes, slots=n_slots, before=before.capacity
                     )
-        return Ram(msg.asker, self._budget.n_bytes, self._budget.n_slots, table.n_used, table.n_leaving, refusal)
+        states = tuple((state.name, n) for state, n in sorted(table.count_states().items()))
+        stories = tuple(table.describe(*slot) for slot in msg.slots)
+        budget = self._budget
+        return Ram(msg.asker, budget.n_bytes, budget.n_slots, table.n_used, table.n_leaving, refusal, states, stories)
 
     # -- what engines say --------------------------------------------------------------------------------------
 

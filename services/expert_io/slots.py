@@ -27,6 +27,8 @@ N_MOVES = 4096
 """Moves of slots that stories are told from, the latest of all slots together."""
 N_TOLD = 8
 """Moves of one slot that a log line or an error tells."""
+N_SHOWN = 64
+"""Moves of one slot that ``colibri ram --slot`` shows."""
 
 
 class SlotState(IntEnum):
@@ -521,6 +523,23 @@ class SlotTable:
     def brief_story(self, index: int) -> str:
         """The end of the slot's story in one line."""
         return "; ".join(self.story(index)[-N_TOLD:])
+
+    def describe(self, layer: int, number: int) -> str:
+        """For people: the slot of an expert, or with layer -1 the slot of this number, and its story."""
+        if layer >= 0:
+            slot = self._of_key.get((layer, number))
+            if slot is None:
+                return f"Expert {number} of layer {layer} lies in no slot."
+        elif 0 <= number < len(self.slots):
+            slot = self.slots[number]
+        else:
+            return f"There is no slot {number}: they are numbered from 0 to {len(self.slots) - 1}."
+        holds = "nothing" if slot.key is None else f"expert {slot.key[1]} of layer {slot.key[0]}"
+        leaving = ", beyond the capacity" if slot.is_leaving else ""
+        tier = self.tiers[slot.tier].name
+        head = f"Slot {slot.index} ({tier}): {slot.state.name}, {holds}, tenant {slot.generation}{leaving}"
+        story = self.story(slot.index)[-N_SHOWN:]
+        return "\n  ".join([head, *story] if story else [head, "nothing has happened to it since long"])
 
     def fault(self, slot: Slot, what: str) -> StoreError:
         """For what must not be: names the slot and tells its story."""

@@ -260,7 +260,7 @@ class Group:
             return [Reply(identity, control.Ram(0, 0, 0, 0, 0, f"expert_io is {store.state}: try again in a moment."))]
         self._n_asked += 1
         self._ram_askers[self._n_asked] = identity
-        return [Reply(store.identity, control.RamWanted(msg.budget_bytes, self._n_asked))]
+        return [Reply(store.identity, control.RamWanted(msg.budget_bytes, self._n_asked, msg.slots))]
 
     def _ram_changed(self, msg: control.Ram) -> list[Instruction]:
         asker = self._ram_askers.pop(msg.asker, None)

@@ -92,15 +92,20 @@ class Dead(Msg, tag="dead", frozen=True, array_like=True, gc=False):
 class RamWanted(Msg, tag="ram_wanted", frozen=True, array_like=True, gc=False):
     """Tool -> Router, Router -> Service: have this memory budget from now on; 0: only tell the present one.
 
-    ``asker``: the router's number for the tool that waits.
+    ``asker``: the router's number for the tool that waits. ``slots``: whose stories to tell, as (layer, expert), or as
+    (-1, number of a slot).
     """
 
     budget_bytes: int
     asker: int = 0
+    slots: tuple[tuple[int, int], ...] = ()
 
 
 class Ram(Msg, tag="ram", frozen=True, array_like=True, gc=False):
-    """Service -> Router, Router -> Tool: the budget and the slots it allows; ``refusal``: why it was not changed."""
+    """Service -> Router, Router -> Tool: the budget and the slots it allows; ``refusal``: why it was not changed.
+
+    ``states``: how many slots are in which state. ``stories``: what led to the state of each slot that was asked for.
+    """
 
     asker: int
     budget_bytes: int
@@ -108,6 +113,8 @@ class Ram(Msg, tag="ram", frozen=True, array_like=True, gc=False):
     n_used: int
     n_leaving: int
     refusal: str = ""
+    states: tuple[tuple[str, int], ...] = ()
+    stories: tuple[str, ...] = ()
 
 
 class StatusWanted(Msg, tag="status_wanted", frozen=True, array_like=True, gc=False):

@@ -102,6 +102,10 @@ def test_the_budget_holds_while_topics_alternate_and_when_it_changes(
         assert talk(group) == resident_answers
         assert 0.8 * lower < sampler.peak <= lower, sampler.peak_of
 
+        told = colibri("ram", "--slot", "0", "--slot", "99:1", "--run-dir", str(group.run_dir))
+        assert "Slot 0 (ram): " in told.stdout and " RESIDENT" in told.stdout.splitlines()[0], told.stderr
+        assert "Expert 1 of layer 99 lies in no slot." in told.stdout
+
         too_low = colibri("ram", "64M", "--run-dir", str(group.run_dir))
         assert too_low.returncode == 78 and "at least 5 expert slots" in too_low.stderr and "missing" in too_low.stderr
         too_high = colibri("ram", "900T", "--run-dir", str(group.run_dir))

@@ -279,4 +279,8 @@ def test_the_text_stays_while_the_budget_changes(policy: str, converted: Convert
         assert ring.generate(prompt, 12).tokens == resident
         assert {least, most // 2, most} <= set(seen)
         refused = service.change_ram(RamWanted((least - 1) * ring.config.slot_bytes, 4))
+        told = service.change_ram(RamWanted(0, 5, ((-1, 0), (99, 0))))
+        assert sum(n for _, n in told.states) == len(service.state.table.slots)
+        assert told.stories[0].startswith("Slot 0 (ram): ") and "ExpertsChosen of step" in told.stories[0]
+        assert told.stories[1] == "Expert 0 of layer 99 lies in no slot."
         assert f"at least {least} expert slots" in refused.refusal and refused.n_slots == seen[-1]

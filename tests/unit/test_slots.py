@@ -435,6 +435,19 @@ def test_stories_are_of_one_slot_and_remember_a_bounded_past() -> None:
         assert len(table.story(slot.index)) < len(table._moves)
 
 
+def test_a_slot_is_described_by_its_number_or_its_expert() -> None:
+    table = table_of(2)
+    drive(begin(table, 0, 3, [7]), table, random.Random(0))
+    text = table.describe(3, 7)
+    assert text == table.describe(-1, 0)
+    head, *story = text.splitlines()
+    assert head == "Slot 0 (ram): RESIDENT, expert 7 of layer 3, tenant 1"
+    assert [line.split(": ")[1].split(",")[0] for line in story] == ["AWAITED", "HELD", "RESIDENT"]
+    assert table.describe(-1, 1).splitlines()[0] == "Slot 1 (ram): FREE, nothing, tenant 0"
+    assert table.describe(3, 8) == "Expert 8 of layer 3 lies in no slot."
+    assert table.describe(-1, 2) == "There is no slot 2: they are numbered from 0 to 1."
+
+
 def test_slots_of_two_tiers_are_one_table_with_two_capacities() -> None:
     tiers = [Tier("small", 2, 3), Tier("large", 4, 4)]
     table = SlotTable(tiers, POLICIES["lru"](6, LAYERS))
