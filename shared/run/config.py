@@ -41,7 +41,7 @@ class Passed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = "next-use"
     transport: Annotated[
         Literal["auto", "zmq", "datagram"],
-        Setting("how the engine's services reach each other; auto: datagrams on one host", has_flag=False),
+        Setting("how the engine's services reach each other; auto: datagrams on one host; never changes the text"),
     ] = "auto"
     heartbeat_s: Annotated[float, Setting("seconds between heartbeats", low=0.05, high=60, has_flag=False)] = 1.0
     drain_s: Annotated[

@@ -72,7 +72,7 @@ def test_flags_are_the_settings() -> None:
         *("help", "config", "daemon", "status", "json", "stop", "keep_warm", "drop_warm")
     }
     settings = {name.replace("ram_bytes", "ram") for name in Settings.__struct_fields__}
-    only_in_file = {"direct_io", "embedding", "transport", "heartbeat_s", "drain_s", "stall_s"}
+    only_in_file = {"direct_io", "embedding", "heartbeat_s", "drain_s", "stall_s"}
     assert flags == settings - only_in_file
 
 
