@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,40 @@ from native.matrix import ACT_F32, Matrix
 f32, i32 = np.dtype(np.float32), np.dtype(np.int32)
 
 
-class Ffn(ctypes.Structure):
-    """cb_ffn: gate and up [F, D], down [D, F]."""
+INNER_FUNCTIONS: dict[str, int] = {"silu": 0, "clamped": 1, "swiglu": 2, "gelu": 3}
+"""What stands between gate, up and down projection (colibri.h, CB_INNER_...)."""
 
-    _fields_ = (("gate", Matrix), ("up", Matrix), ("down", Matrix))
+
+class Ffn(ctypes.Structure):
+    """cb_ffn: gate and up [F, D], down [D, F]; biases f32[F], f32[F], f32[D] or none."""
+
+    _fields_ = (
+        *((name, Matrix) for name in ("gate", "up", "down")),
+        *((name, ctypes.c_void_p) for name in ("gate_bias", "up_bias", "down_bias")),
+        ("function", ctypes.c_int32),
+        ("limit", ctypes.c_float),
+    )
     keep: tuple[object, ...] = ()
 
 
-def ffn(gate: Matrix, up: Matrix, down: Matrix) -> Ffn:
-    """The three matrices of a gated MLP; keeps what they keep alive."""
-    made = Ffn(gate, up, down)
-    made.keep = (*gate.keep, *up.keep, *down.keep)
+def ffn(
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+    function: str = "silu",
+    limit: float = 0.0,
+    biases: Sequence[np.ndarray | int] | None = None,
+) -> Ffn:
+    """A gated MLP; keeps alive what is given as arrays. ``function``: one of INNER_FUNCTIONS. ``biases``: of all three."""
+    if function not in INNER_FUNCTIONS:
+        raise NativeError(f"ffn: function {function!r}: expected one of {', '.join(INNER_FUNCTIONS)}")
+    if not limit > 0 and function in ("clamped", "swiglu"):
+        raise NativeError(f"ffn: limit {limit}: {function} needs one above 0")
+    made = Ffn(gate, up, down, function=INNER_FUNCTIONS[function], limit=limit)
+    for name, m, bias in zip(("gate_bias", "up_bias", "down_bias"), (gate, up, down), biases or ()):
+        at = bias if isinstance(bias, int) else checked(bias, f32, (m.out,), f"ffn: {name}")
+        setattr(made, name, at)
+    made.keep = (*gate.keep, *up.keep, *down.keep, *(biases or ()))
     return made
 
 

@@ -130,11 +130,21 @@ CB_API int cb_rmsnorm(cb_pool *pool, const float *x, int64_t ldx, const float *w
 
 /* ---- feed-forward ---------------------------------------------------------------------------------------- */
 
+/* What stands between the projections; g = gate h, u = up h, L = limit.
+ *   CB_INNER_SILU     silu(g) * u
+ *   CB_INNER_CLAMPED  silu(min(g, L)) * clamp(u, -L, L)
+ *   CB_INNER_SWIGLU   with g and u clamped like that: g * sigmoid(1.702 g) * (u + 1)
+ *   CB_INNER_GELU     gelu(g) * u, the form with tanh */
+enum { CB_INNER_SILU = 0, CB_INNER_CLAMPED = 1, CB_INNER_SWIGLU = 2, CB_INNER_GELU = 3 };
+
 typedef struct {
-    cb_matrix gate, up, down; /* [F, D], [F, D], [D, F] */
+    cb_matrix gate, up, down;                          /* [F, D], [F, D], [D, F] */
+    const float *gate_bias, *up_bias, *down_bias;      /* f32[F], f32[F], f32[D]; NULL = 0 */
+    int32_t function;
+    float limit;
 } cb_ffn;
 
-/* x f32[T, D] += down(silu(gate h) * (up h)), h f32[T, D]: a dense layer (add != 0), or y = ... (add == 0). */
+/* y f32[T, D] += down(inner(gate h, up h)), h f32[T, D]: a dense layer (add != 0), or y = ... (add == 0). */
 CB_API int cb_ffn_forward(cb_pool *pool, const cb_ffn *ffn, const float *h, int64_t n_rows, int add, float *y);
 
 /* One expert's share of a batch: the rows of h that chose it, in ascending order. */

@@ -1,8 +1,8 @@
-/* ffn.c: down(silu(gate h) * (up h)) for many (expert, rows) pairs at once, and the sum over experts.
+/* ffn.c: down(inner(gate h, up h)) for many (expert, rows) pairs at once, and the sum over experts.
  *
  * Shapes      h [T, D]; per job an expert's gate, up [F, D] and down [D, F], and n rows of h; results go to rows of y.
- * Definition  per job and row: g = gate h, u = up h, a[i] = silu(g[i]) * u[i], y = down a. Each product is a cb_linear,
- *             so a row's bits do not depend on its neighbours.
+ * Definition  per job and row: g = gate h + bias, u = up h + bias, a = inner(g, u) (inner.c), y = down a + bias. Each product
+ *             is a cb_linear, so a row's bits do not depend on its neighbours.
  * How         h is quantised once per call. Rows of all jobs are cut into segments of at most 128, and segments
  *             gathered into waves of about 256 rows; a wave has three phases over all its (segment, row block) items:
  *             gate and up and silu; quantise a; down. Scratch is thus bounded by the wave.
@@ -76,7 +76,7 @@ static void gate_up(void *v, int64_t begin, int64_t end, int thread)
         cb_kernels.linear[up->format][up->act](up, &rows, it->b0, it->b1, u, w->inner, false);
         int64_t o = it->b0 * 16, n = CB_MIN(it->b1 * 16, gate->out) - o;
         for (int64_t r = 0; r < s->n_rows; r++)
-            cb_kernels.silu_mul(g + r * w->inner + o, u + r * w->inner + o, n, g + r * w->inner + o);
+            cb_inner(&s->job->ffn, o, n, g + r * w->inner + o, u + r * w->inner + o);
     }
 }
 
@@ -110,6 +110,13 @@ static void down(void *v, int64_t begin, int64_t end, int thread)
         else
             rows.out_index = s->job->out + s->first;
         cb_kernels.linear[m->format][m->act](m, &rows, it->b0, it->b1, y, w->hidden, w->add);
+        const float *bias = s->job->ffn.down_bias;
+        int64_t end_column = CB_MIN(it->b1 * 16, m->out);
+        for (int64_t r = 0; bias && r < s->n_rows; r++) {
+            float *row = y + (rows.out_index ? rows.out_index[r] : r) * w->hidden;
+            for (int64_t o = it->b0 * 16; o < end_column; o++)
+                row[o] = row[o] + bias[o];
+        }
     }
 }
 
@@ -132,7 +139,8 @@ static int64_t make_items(const segment *segments, int64_t n, bool down_phase, i
 
 static int ffn_check(const cb_ffn *f, int64_t hidden, int64_t inner)
 {
-    if (cb_matrix_check(&f->gate) || cb_matrix_check(&f->up) || cb_matrix_check(&f->down))
+    if (cb_matrix_check(&f->gate) || cb_matrix_check(&f->up) || cb_matrix_check(&f->down) || f->function < CB_INNER_SILU ||
+        f->function > CB_INNER_GELU)
         return CB_EINVAL;
     return f->gate.in == hidden && f->up.in == hidden && f->down.out == hidden && f->gate.out == inner &&
                    f->up.out == inner && f->down.in == inner

@@ -92,6 +92,9 @@ int cb_linear_internal(cb_pool *pool, const cb_matrix *m, const float *x, int64_
 void cb_rmsnorm_internal(cb_pool *pool, const float *x, int64_t ldx, const float *w, float eps, int64_t n_rows,
                          int64_t n, float *out, int64_t ldo);
 
+/* inner.c: n values of g and u from place `at` of their rows: biases join, then g = inner(g, u). u may change. */
+void cb_inner(const cb_ffn *ffn, int64_t at, int64_t n, float *g, float *u);
+
 /* ---- dispatch -------------------------------------------------------------------------------------------- */
 
 /* Filled with the references first, then each rung replaces what it improves. `name` strings feed cb_dispatch_text. */

@@ -42,7 +42,9 @@ class DenseWeights:
         tensors = self._part.tensors
         self.layers = [a.kernel(f"model.layers.{i}.", tensors) for i, a in enumerate(spec.main_attention)]
         self.dense_ffn: dict[int, Ffn] = {
-            i: ffn_of(tensors, f"model.layers.{i}.mlp.") for i in range(spec.n_layers) if spec.layer_kind(i) == "dense"
+            i: ffn_of(spec.inner, tensors, f"model.layers.{i}.mlp.")
+            for i in range(spec.n_layers)
+            if spec.layer_kind(i) == "dense"
         }
         self.final_norm = tensors["model.norm.weight"].weight
         self.head = matrix_of(tensors["lm_head.weight"], ACT_F32)

@@ -16,6 +16,7 @@ from services.expert_io.slots import Tier
 from shared.container.format import ExpertLayout
 from shared.container.reader import ExpertFile
 from shared.experts.residency import Key
+from shared.model.inner import Inner
 from shared.run.config import GroupConfig
 
 
@@ -81,7 +82,7 @@ class CpuEngine(ExpertEngine):
     def _ffn(self, slot: int, layer: int) -> Ffn:
         """The three matrices of the layer's expert in the slot, pointing into it."""
         file, spec = self._files[layer], self._spec
-        made = expert_ffn(self.reads.address(slot), file.layout, file.format, spec.hidden, spec.expert_inner)
+        made = expert_ffn(self.reads.address(slot), file.layout, file.format, spec.inner)
         self._ffns[self._layout_of[layer]][slot] = made
         return made
 
@@ -127,14 +128,16 @@ def _number_layouts(files: dict[int, ExpertFile]) -> dict[int, int]:
     return {layer: numbers.setdefault((file.layout, file.format), len(numbers)) for layer, file in files.items()}
 
 
-def expert_ffn(address: int, layout: ExpertLayout, fmt: str, hidden: int, inner: int) -> Ffn:
+def expert_ffn(address: int, layout: ExpertLayout, fmt: str, function: Inner) -> Ffn:
     """gate [F, D], up [F, D], down [D, F] of a record that lies at ``address``."""
 
     def part(weight: int, scale: int | None, out: int, in_: int) -> Matrix:
         return matrix(address + weight, None if scale is None else address + scale, fmt, out, in_)
 
-    return Ffn(
+    inner, hidden = layout.inner, layout.hidden
+    return function.ffn(
         part(layout.gate_w, layout.gate_s, inner, hidden),
         part(layout.up_w, layout.up_s, inner, hidden),
         part(layout.down_w, layout.down_s, hidden, inner),
+        [address + at for at in layout.biases] or None,
     )

@@ -43,7 +43,8 @@ class SharedExperts:
         self.of_layer: dict[int, Ffn] = {}
         if spec.n_shared:
             self.of_layer = {
-                layer: ffn_of(self.part.tensors, f"model.layers.{layer}.mlp.shared_experts.") for layer in layers
+                layer: ffn_of(spec.inner, self.part.tensors, f"model.layers.{layer}.mlp.shared_experts.")
+                for layer in layers
             }
 
     def close(self) -> None:

@@ -112,6 +112,8 @@ class ExpertLayout(msgspec.Struct, frozen=True):
     up_s: int | None
     down_s: int | None
     record_bytes: int
+    biases: tuple[int, ...] = ()
+    """Of gate, up and down, f32; empty when there are none."""
 
 
 class Stored(msgspec.Struct, frozen=True):
@@ -227,19 +229,23 @@ def check_precision(precision: Mapping[str, str]) -> None:
             )
 
 
-def expert_layout(fmt: str, inner: int, hidden: int) -> ExpertLayout:
-    """Sections of a record: gate [F, D], up [F, D], down [D, F] weights, then their scales, each at a multiple of 64."""
+def expert_layout(fmt: str, inner: int, hidden: int, has_biases: bool = False) -> ExpertLayout:
+    """Sections of a record, each at a multiple of 64: gate [F, D], up [F, D], down [D, F] weights, their scales, biases."""
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
     at, offsets = 0, []
     for n_bytes in [weight_bytes(fmt, *shape) for shape in shapes] + [scale_bytes(fmt, *shape) for shape in shapes]:
         offsets.append(at if n_bytes else None)
         at = -(-(at + n_bytes) // SECTION_ALIGN) * SECTION_ALIGN
     gate_w, up_w, down_w, gate_s, up_s, down_s = offsets
+    biases = []
+    for out, _ in shapes if has_biases else ():
+        biases.append(at)
+        at = -(-(at + 4 * out) // SECTION_ALIGN) * SECTION_ALIGN
     assert gate_w is not None
     assert up_w is not None
     assert down_w is not None
     record_bytes = -(-at // RECORD_ALIGN) * RECORD_ALIGN
-    return ExpertLayout(fmt, inner, hidden, gate_w, up_w, down_w, gate_s, up_s, down_s, record_bytes)
+    return ExpertLayout(fmt, inner, hidden, gate_w, up_w, down_w, gate_s, up_s, down_s, record_bytes, tuple(biases))
 
 
 def plan_dense_items(spec: ModelSpec, precision: Mapping[str, str]) -> list[DenseItem]:
@@ -301,7 +307,7 @@ def plan_container(
     experts = []
     for layer in spec.moe_layers:
         fmt = precision["mtp" if layer >= spec.n_layers else "expert"]
-        layout = expert_layout(fmt, spec.expert_inner, spec.hidden)
+        layout = expert_layout(fmt, spec.expert_inner, spec.hidden, spec.inner.has_biases)
         experts.append(ExpertFilePlan(f"experts-{layer:03d}.safetensors", layer, spec.n_experts, layout))
     return ContainerPlan(dict(precision), dense, tuple(experts))
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from native.attention import AttnStep
-from native.kernels import Ffn, ffn
+from native.kernels import Ffn
 from native.library import NativeError, address
 from shared.memory.big_memory import Home, NamedMemory, PrivateMemory, content_of
 from shared.memory.huge_pages import huge_bytes
@@ -22,6 +22,7 @@ from shared.model.tensors import matrix_of
 if TYPE_CHECKING:
     from shared.container.reader import Container, DenseEntry, Tensor
     from shared.model.attention.kind import Attention
+    from shared.model.inner import Inner
     from shared.run.config import GroupConfig
 
 
@@ -75,9 +76,10 @@ class DensePart:
             self._memory.close()
 
 
-def ffn_of(tensors: Mapping[str, Tensor], prefix: str) -> Ffn:
+def ffn_of(inner: Inner, tensors: Mapping[str, Tensor], prefix: str) -> Ffn:
     """gate, up and down projection below ``prefix`` (a dense layer's ``mlp.`` or ``mlp.shared_experts.``)."""
-    return ffn(*(matrix_of(tensors[f"{prefix}{part}_proj.weight"]) for part in ("gate", "up", "down")))
+    gate, up, down = (matrix_of(tensors[f"{prefix}{part}_proj.weight"]) for part in ("gate", "up", "down"))
+    return inner.ffn(gate, up, down)
 
 
 def attention_step(

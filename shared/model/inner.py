@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
 from native.kernels import ExpertJobs, Ffn, ffn, ffn_forward
 from native.library import Pool
-from native.matrix import ALIGNMENT, matrix
+from native.matrix import ALIGNMENT, Matrix, matrix
 from shared.model.tensors import F32
 
 
 class Inner(msgspec.Struct, frozen=True, kw_only=True):
-    """down(function(gate x, up x)). ``function``: "silu" is silu(gate) * up."""
+    """down(function(gate x + bias, up x + bias)) + bias. g and u are what the first two projections give, L is ``limit``.
+
+    ``function``: "silu" silu(g) * u; "clamped" silu(min(g, L)) * clamp(u); "swiglu", clamped alike, g * sigmoid(1.702 g)
+    * (u + 1); "gelu" gelu(g) * u in the form with tanh.
+    """
 
     function: str = "silu"
+    limit: float = 0.0
+    """Of g from above, of u from both sides; only for "clamped" and "swiglu"."""
+    has_biases: bool = False
+    """Of routed experts: on all three projections."""
+
+    def ffn(self, gate: Matrix, up: Matrix, down: Matrix, biases: Sequence[F32 | int] | None = None) -> Ffn:
+        """The kernel's struct. ``biases``: arrays or addresses, of gate, up and down."""
+        return ffn(gate, up, down, self.function, self.limit, biases)
 
     def apply(self, gate: F32, up: F32) -> F32:
-        """f32[T, F] of both projections -> what the down projection is given."""
+        """The same in numpy: f32[T, F] of both projections -> what the down projection is given."""
+        if self.function in ("clamped", "swiglu"):
+            limit = np.float32(self.limit)
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        if self.function == "swiglu":
+            alpha = np.float32(1.702)
+            return np.asarray(silu(alpha * gate) * (up + np.float32(1.0)) / alpha, np.float32)
+        if self.function == "gelu":
+            y = np.float32(math.sqrt(2.0 / math.pi)) * (gate + np.float32(0.044715) * gate**3)
+            return np.asarray(gate / 2 * (np.float32(1.0) + np.tanh(y)) * up, np.float32)
         return silu(gate) * up
 
     def measure(self, dry: Pool, hidden: int, inner: int, n_rows: int) -> None:
@@ -43,7 +67,8 @@ class Inner(msgspec.Struct, frozen=True, kw_only=True):
 def _stand_in(hidden: int, inner: int) -> Ffn:
     """Without weights, in the format whose activations take most scratch."""
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
-    return ffn(*(matrix(ALIGNMENT, ALIGNMENT, "q8", out, in_) for out, in_ in shapes))
+    gate, up, down = (matrix(ALIGNMENT, ALIGNMENT, "q8", out, in_) for out, in_ in shapes)
+    return ffn(gate, up, down)
 
 
 def silu(x: F32) -> F32:

@@ -347,3 +347,65 @@ def test_no_rows(rung: Rung, act_rows: int) -> None:
     assert np.isnan(run_jobs(rung, h, [(expert, [], [])], 1)).all()
     with rung.use() as pool:
         ffn_forward(pool, expert.ffn, h[:0], h[:0], False)
+
+
+FUNCTIONS = ["silu", "clamped", "swiglu", "gelu"]
+
+
+def textbook(function: str, limit: float, g: np.ndarray, u: np.ndarray) -> np.ndarray:
+    if function in ("clamped", "swiglu"):
+        g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
+    if function == "swiglu":
+        return g / (1 + np.exp(-1.702 * g)) * (u + 1)
+    if function == "gelu":
+        return g / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * u
+    return g / (1 + np.exp(-g)) * u
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_inner_functions_and_biases(rung: Rung, ref: Rung, function: str) -> None:
+    """Against float64; the bits of the lowest rung with any threads, split and mode; every bias must matter."""
+    rng = np.random.default_rng(SEED + 9)
+    expert = Expert(rng, "f32", 0, 72, 600)
+    biases = [guarded_copy(rng.standard_normal(n).astype(np.float32)) for n in (600, 600, 72)]
+    limit = 0.7 if function in ("clamped", "swiglu") else 0.0
+    h = activations(rng, 37, 72)
+
+    def run(rung: Rung, biases: list[np.ndarray], n_threads: int, cut: int) -> np.ndarray:
+        made = kernels.ffn(expert.gate.matrix, expert.up.matrix, expert.down.matrix, function, limit, biases)
+        parts, jobs = Output(37, 72), ExpertJobs(2, 37)
+        rows = np.arange(37, dtype=np.int32)
+        for part in (rows[:cut], rows[cut:]):
+            jobs.add(made, part, np.ascontiguousarray(36 - part))
+        with rung.use(n_threads) as pool:
+            jobs.run(pool, h, parts.array)
+        return parts.check()[::-1]
+
+    found = run(rung, biases, 3, 5)
+    assert same_bits(found, run(ref, biases, 1, 30))
+    with rung.use() as pool:
+        whole = np.zeros((37, 72), np.float32)
+        made = kernels.ffn(expert.gate.matrix, expert.up.matrix, expert.down.matrix, function, limit, biases)
+        ffn_forward(pool, made, h, whole, add=False)
+    assert same_bits(found, whole)
+    g, u = (h.astype(np.float64) @ part.codes().T + bias for part, bias in zip((expert.gate, expert.up), biases))
+    expected = textbook(function, limit, g, u) @ expert.down.codes().T + biases[2]
+    assert np.abs(found - expected).max() < 2e-5 * np.abs(expected).max()
+    if limit:
+        assert (np.abs(u) > limit).any()
+        assert (g > limit).any()
+    for i in range(3):
+        without = [np.zeros_like(bias) if i == j else bias for j, bias in enumerate(biases)]
+        assert np.abs(run(rung, without, 1, 5) - found).max() > 0.1
+
+
+def test_functions_that_are_none_are_refused() -> None:
+    rng = np.random.default_rng(SEED)
+    expert = Expert(rng, "f32", 0, 32, 32)
+    parts = (expert.gate.matrix, expert.up.matrix, expert.down.matrix)
+    with pytest.raises(NativeError, match="relu"):
+        kernels.ffn(*parts, "relu")
+    with pytest.raises(NativeError, match="limit"):
+        kernels.ffn(*parts, "swiglu")
+    with pytest.raises(NativeError, match="up_bias"):
+        kernels.ffn(*parts, "gelu", 0.0, [np.zeros(32, np.float32), np.zeros(31, np.float32), np.zeros(32, np.float32)])

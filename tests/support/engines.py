@@ -144,7 +144,7 @@ class FakeDevice(ExpertEngine):
         for expert, slot in zip(order.experts, order.slots, strict=True):
             address = self._memory.address + (slot - self.slots.start) * self._slot_bytes
             fmt = self._files[work.layer].format
-            ffn = expert_ffn(address, self._holds[slot], fmt, self._spec.hidden, self._spec.expert_inner)
+            ffn = expert_ffn(address, self._holds[slot], fmt, self._spec.inner)
             jobs.add(ffn, *mine[expert])
         jobs.run(self._setup.pool, work.hidden, work.parts)
         return Computed(now_ns, order.tier, order.experts)
