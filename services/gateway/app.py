@@ -123,6 +123,8 @@ class BodyBudget:
     def __init__(self, limit_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_bytes = limit_bytes
         self.held_bytes = 0
+        self.parsing = asyncio.Semaphore(1)
+        """One large body at a time: one thread of Python runs at once, and many would leave the event loop few turns."""
         self._clock = clock
         self._uploads: dict[Upload, None] = {}
 
@@ -226,7 +228,8 @@ class Generate:
         parse = parse_chat if self._is_chat else parse_completion
         if len(body) <= THREAD_BYTES:
             return parse(body, request, self._defaults)
-        return await asyncio.to_thread(parse, body, request, self._defaults)
+        async with self._budget.parsing:
+            return await asyncio.to_thread(parse, body, request, self._defaults)
 
     def _admit(self, wanted: Wanted) -> str:
         """The name of the model that will answer. Raises ApiError when nobody can."""
