@@ -383,7 +383,7 @@ static void family_linear(int rung)
     }
 }
 
-/* ---- experts: silu, gathered and scattered rows, quantising between ------------------------------------------ */
+/* ---- experts: inner functions, biases, gathered and scattered rows, quantising between ------------------------------------------ */
 
 static void family_experts(int rung)
 {
@@ -394,7 +394,15 @@ static void family_experts(int rung)
             int32_t rows[2][45], out[2][45];
             cb_expert_job jobs[2];
             seed = (uint64_t)(kind * 10 + size);
+            memset(jobs, 0, sizeof jobs);
             for (int j = 0; j < 2; j++) {
+                jobs[j].ffn.function = (kind + size + 2 * j) % (CB_INNER_GELU + 1);
+                jobs[j].ffn.limit = 3.0f;
+                if (j) {
+                    jobs[j].ffn.gate_bias = values(inner, 0.5f);
+                    jobs[j].ffn.up_bias = values(inner, 0.5f);
+                    jobs[j].ffn.down_bias = values(hidden, 0.5f);
+                }
                 jobs[j].ffn.gate = random_matrix(kinds[kind].format, kinds[kind].act, inner, hidden, -1);
                 jobs[j].ffn.up = random_matrix(kinds[kind].format, kinds[kind].act, inner, hidden, -1);
                 jobs[j].ffn.down = random_matrix(kinds[kind].format, kinds[kind].act, hidden, inner, -1);
@@ -481,7 +489,9 @@ static void family_rows(int rung)
         int64_t bad;
         seed = (uint64_t)e;
         cb_gate gate = {.weight = random_matrix(CB_F32, CB_ACT_F32, e, in, -1), .bias = values(e, 0.1f),
-                        .n_experts = (int32_t)e, .k = 4, .n_group = 1, .topk_group = 1, .norm_topk = 1, .scaling = 2.5f};
+                        .n_experts = (int32_t)e, .k = 4, .n_group = 1, .topk_group = 1, .norm_topk = 1, .scaling = 2.5f,
+                        .scoring = e % 3 ? CB_GATE_SIGMOID : CB_GATE_SOFTMAX, .logit_bias = values(e, 0.3f),
+                        .expert_scale = positive(e)};
         float *h = values(rows * in, 6.0f);
         for (int turn = 0; turn < 2; turn++) {
             use(turn ? rung : 0);
