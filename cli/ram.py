@@ -10,7 +10,8 @@ import click
 
 from cli.options import PATH_TEXT, SIZE, SLOT
 from shared.errors import CapacityError, ConfigError
-from shared.machine.memory_probe import limits_of, own_bytes, page_cache_bytes, probe_memory, service_bytes
+from shared.machine.memory_probe import limits_of, page_cache_bytes, probe_memory
+from shared.machine.processes import own_bytes, service_bytes
 from shared.memory.big_memory import named_bytes
 from shared.memory.segments import run_bytes
 from shared.messages import control

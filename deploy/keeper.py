@@ -25,7 +25,7 @@ from supervisor.states import ProcessStates, SupervisorStates, getProcessStateDe
 from supervisor.supervisord import Supervisor
 
 from deploy.rundir import SUPERVISOR_CONF_NAME, clean_run
-from shared.machine.processes import process_start
+from shared.machine.processes import process_line, process_start
 from shared.memory.segments import add_owner
 from shared.run.config import FROZEN_NAME, load_frozen
 from shared.run.running import PROCESSES_NAME, write_json
@@ -134,10 +134,8 @@ class Keeper(Supervisor):  # type: ignore[misc]
 
 
 def _is_stopped(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
+    line = process_line(pid)
+    return line is not None and line.state == "T"
 
 
 def main() -> None:

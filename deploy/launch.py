@@ -119,7 +119,8 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
     from native.library import default_threads
     from shared.container.reader import Container, no_tokenizer
     from shared.experts.usage import usage_path
-    from shared.machine.memory_probe import MemoryProbe, own_bytes, probe_memory
+    from shared.machine.memory_probe import MemoryProbe, probe_memory
+    from shared.machine.processes import own_bytes
     from shared.model.generation import read_defaults
     from shared.planning.ledger import make_ledger
     from shared.planning.rates import chunk_for

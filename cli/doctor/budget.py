@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from cli.doctor.finding import Case, Finding, Verdict
-from shared.machine.memory_probe import MemoryProbe, probe_memory
+from shared.machine.memory_probe import MemoryProbe, probe_memory, swapped_bytes
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL_SHM_BYTES = 256 * MIB
 
 
 def look(case: Case) -> list[Finding]:
-    return judge(probe_memory(case.root), _swap_bytes(case))
+    return judge(probe_memory(case.root), swapped_bytes())
 
 
 def judge(probe: MemoryProbe, swap_bytes: int) -> list[Finding]:
@@ -50,12 +50,3 @@ def judge(probe: MemoryProbe, swap_bytes: int) -> list[Finding]:
         )
     )
     return found
-
-
-def _swap_bytes(case: Case) -> int:
-    sizes = {}
-    for line in case.read("/proc/meminfo").splitlines():
-        name, _, value = line.partition(":")
-        if name in ("SwapTotal", "SwapFree"):
-            sizes[name] = int(value.split()[0]) * 1024
-    return sizes.get("SwapTotal", 0) - sizes.get("SwapFree", 0)

@@ -16,6 +16,7 @@ import numpy as np
 
 from cli.profile.analysis import Facts, Report, analyse
 from cli.profile.storage import StoreFacts
+from shared.machine.processes import read_counts
 from shared.memory.segments import COUNTERS, TRACE, Segment
 from shared.run.client import Answer, ask_status
 from shared.run.config import FROZEN_NAME, load_frozen
@@ -137,10 +138,5 @@ class Profiler:
         """(pid of expert_io, bytes the kernel read from storage for it)."""
         status = ask_status(self._config)
         pid = next((service.pid for service in status.services if service.service == EXPERT_IO), 0) if status else 0
-        if not pid:
-            return None
-        try:
-            lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-        except OSError:  # another user's process, or gone
-            return None
-        return pid, next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), 0)
+        counts = read_counts(pid) if pid else None
+        return (pid, counts[1]) if counts else None

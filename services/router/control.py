@@ -11,11 +11,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Protocol
 
 from services.router.bus import ControlBus
 from services.router.group import Changed, Group, Instruction, Kill, Note, Replaced, Reply, RingView, Sample, Watch
+from shared.machine.processes import process_line, read_counts
 from shared.messages import control
 from shared.messages.control import ServiceState
 from shared.messages.gateway import GroupState
@@ -157,12 +157,5 @@ class ControlPlane:
 
 def read_sample(pid: int) -> Sample | None:
     """State and progress (CPU ticks and bytes moved) of a process; None when it is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        progress = int(fields[11]) + int(fields[12])
-        for line in Path(f"/proc/{pid}/io").read_text().splitlines():
-            if line.startswith(("rchar", "read_bytes")):
-                progress += int(line.split()[1])
-    except (OSError, IndexError, ValueError):
-        return None
-    return Sample(fields[0], progress)
+    line, counts = process_line(pid), read_counts(pid)
+    return Sample(line.state, line.cpu_ticks + sum(counts)) if line and counts else None

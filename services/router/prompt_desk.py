@@ -23,6 +23,7 @@ from services.router.prompt_frames import ANSWER, CHAT, DAMAGE, IDS, JOB, LOADED
 from services.router.prompt_queue import MAX_BYTES, MAX_CPU_S, PAUSE_S, Job, PromptQueue
 from shared.errors import ColibriError, ContainerError, ErrorCode, Refused
 from shared.log import Log
+from shared.machine.processes import TICKS_PER_S, process_line
 from shared.messages.router import Submit
 from shared.run.child import child_environment, python_command
 
@@ -34,7 +35,6 @@ STOPPED_S: Final = 2.0
 """A process that a signal has stopped for so long will not go on by itself."""
 _FREE_BYTES: Final = 1 << 19
 _BYTES_PER_TOKEN: Final = 64
-_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _ENVIRONMENT: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
@@ -187,11 +187,8 @@ class PromptDesk:
 
     def _usage(self) -> tuple[str, float]:
         """(state letter, seconds of processor time) of the process."""
-        try:
-            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-            return fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-        except (OSError, IndexError, ValueError):
-            return "X", self._cpu_at_end
+        line = process_line(self._process.pid)
+        return (line.state, line.cpu_ticks / TICKS_PER_S) if line else ("X", self._cpu_at_end)
 
     def _start_jobs(self) -> None:
         if self._is_overdue:

@@ -1,4 +1,4 @@
-"""What memory there is and who holds it: the machine, its control groups (version 1 and 2), the processes of a group."""
+"""What memory there is: the machine and its control groups (version 1 and 2). ``processes`` says who holds it."""
 
 from __future__ import annotations
 
@@ -58,10 +58,19 @@ def probe_memory(root: Path = Path("/")) -> MemoryProbe:
     return MemoryProbe(max(available, 0), source, shm, reservable)
 
 
-def page_cache_bytes(root: Path = Path("/")) -> int:
+def page_cache_bytes() -> int:
     """The machine's page cache: files that somebody has read, not memory that anybody holds."""
-    memory = _meminfo(root)
-    return memory.get("Cached", 0) - memory.get("Shmem", 0) + memory.get("Buffers", 0)
+    import psutil  # only tools ask this
+
+    memory = psutil.virtual_memory()
+    return int(memory.cached - memory.shared + memory.buffers)
+
+
+def swapped_bytes() -> int:
+    """Swap in use on this machine."""
+    import psutil
+
+    return int(psutil.swap_memory().used)
 
 
 def limits_of(pid: int | str, root: Path = Path("/")) -> list[LimitUse]:
@@ -84,33 +93,6 @@ def limits_of(pid: int | str, root: Path = Path("/")) -> list[LimitUse]:
             if use is not None:
                 found.append(use)
     return found
-
-
-def own_bytes(pid: int) -> int:
-    """What a process holds beside named memory: private pages and its share of the code that it maps, by the kernel's own
-    account (proportional set size). 0 when it is gone or belongs to somebody else.
-    """
-    sizes: dict[str, int] = {}
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
-            words = line.split()
-            sizes[words[0]] = int(words[1]) * 1024
-    except OSError:
-        return 0
-    return sizes.get("Pss:", 0) - sizes.get("Pss_Shmem:", 0)
-
-
-def children_of(pid: int) -> list[int]:
-    """Processes that this one has started."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def service_bytes(pid: int) -> int:
-    """``own_bytes`` of a service and of its children (the router's prompt process)."""
-    return own_bytes(pid) + sum(map(own_bytes, children_of(pid)))
 
 
 def file_bytes(path: Path) -> int:

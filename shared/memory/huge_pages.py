@@ -15,11 +15,11 @@ from pathlib import Path
 
 from native.library import NativeError
 from native.memory import HUGE_PAGE, MappedFile
+from shared.machine.mounts import MOUNTINFO, MountLine, device_of, read_mounts
 
 SHM_DIR = Path("/dev/shm")
 SETTING_FILE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 POOL_DIR = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
-_ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True)
@@ -35,33 +35,12 @@ class Place:
     """Why it can't be used at all; empty when it can."""
 
 
-@dataclass(frozen=True)
-class Mount:
-    """A line of mountinfo."""
-
-    directory: Path
-    fs: str
-    options: frozenset[str]
-
-
-def memory_mounts(mountinfo: Path = Path("/proc/self/mountinfo")) -> list[Mount]:
+def memory_mounts(mountinfo: Path = MOUNTINFO) -> list[MountLine]:
     """The mounted memory file systems, in the order of mounting."""
-    found = []
-    try:
-        lines = mountinfo.read_text().splitlines()
-    except OSError:
-        return []
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        words, kind = left.split(), right.split()
-        if len(words) < 6 or len(kind) < 3 or kind[0] not in ("tmpfs", "hugetlbfs"):
-            continue
-        where = _ESCAPE.sub(lambda m: chr(int(m[1], 8)), words[4])
-        found.append(Mount(Path(where), kind[0], frozenset(words[5].split(",") + kind[2].split(","))))
-    return found
+    return [mount for mount in read_mounts(mountinfo) if mount.fs in ("tmpfs", "hugetlbfs")]
 
 
-def candidate_dirs(mountinfo: Path = Path("/proc/self/mountinfo")) -> list[Path]:
+def candidate_dirs(mountinfo: Path = MOUNTINFO) -> list[Path]:
     """Directories that may give huge pages, best first: /dev/shm, hugetlbfs, tmpfs mounted with ``huge=``."""
     mounts = memory_mounts(mountinfo)
     pools = [m.directory for m in mounts if m.fs == "hugetlbfs" and "pagesize=1024M" not in m.options]
@@ -140,10 +119,5 @@ def _free_pool_bytes() -> int:
 
 def _fs_of(directory: Path) -> str:
     """The kind of file system that the directory is on."""
-    device = os.stat(directory).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        if left.split()[2] == wanted:
-            return right.split()[0]
-    return ""
+    device = device_of(directory)
+    return next((mount.fs for mount in read_mounts() if mount.device == device), "")

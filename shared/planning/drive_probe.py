@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import select
 import time
 from collections.abc import Callable, Collection
@@ -32,6 +31,7 @@ from shared.machine.drive import (
     profile_of,
     save_kept,
 )
+from shared.machine.mounts import MOUNTINFO, device_of, read_mounts
 
 SMALL_MODEL_BYTES = 512 << 20
 """Of experts in all; a model this small is not worth a second of measuring."""
@@ -44,25 +44,18 @@ PATIENCE_S = 2.0
 Report = Callable[[str], None]
 
 
-def mount_of(path: Path, mountinfo: Path = Path("/proc/self/mountinfo")) -> Mount:
+def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
     """The file system that ``path`` lies on. Raises OSError when there is no such path."""
     real = path.resolve(strict=True)
-    device = os.stat(real).st_dev
     stat = os.statvfs(real)
-    fs_type, point = "unknown", ""
-    try:
-        lines = mountinfo.read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:  # id parent major:minor root MOUNT-POINT options ... - TYPE source options
-        front, _, back = line.partition(" - ")
-        if len(front.split()) < 5 or not back:
-            continue
-        mounted = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), front.split()[4])
-        if real.is_relative_to(mounted) and len(mounted) >= len(point):  # of two at one place the later one covers
-            fs_type, point = back.split()[0], mounted
+    fs_type, point = "unknown", Path()
+    for mount in read_mounts(mountinfo):
+        if real.is_relative_to(mount.directory) and len(mount.directory.parts) >= len(
+            point.parts
+        ):  # the later one covers
+            fs_type, point = mount.fs, mount.directory
     n_bytes = 0 if fs_type.partition(".")[0] in FLUID else stat.f_blocks * stat.f_frsize
-    return Mount(f"{os.major(device)}:{os.minor(device)}", fs_type, point, n_bytes)
+    return Mount(device_of(real), fs_type, str(point) if point.parts else "", n_bytes)
 
 
 def drive_profile(

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx2
 
-from shared.machine.memory_probe import children_of
+from shared.machine.processes import children_of
 
 UP = (sys.executable, "-m", "deploy.up")
 START_TIMEOUT_S = 90.0

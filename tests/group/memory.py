@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from shared.machine.memory_probe import file_bytes, own_bytes, service_bytes
+from shared.machine.memory_probe import file_bytes
+from shared.machine.processes import own_bytes, service_bytes
 from shared.memory.segments import run_bytes
 from tests.group.harness import Group
 
