@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from cli.options import PATH
+from cli.show import progress
 from conversion.convert import VERSION, Conversion
 from shared.container.format import DEFAULT_PRECISION, INDEX_NAME, PRECISIONS
 from shared.container.reader import Container
@@ -47,6 +48,6 @@ def command(source: Path, out: Path, precision: str, has_mtp: bool, threads: int
             say(f"Converter {made_by} made it, this is {VERSION}: another directory would get other, better roundings.")
         return
     total = conversion.plan.dense_bytes + conversion.plan.expert_bytes
-    with click.progressbar(length=total, label="converting", show_pos=False, show_eta=True) as bar:
-        index = conversion.run(out, bar.update, threads)
+    with progress("converting", total) as advance:
+        index = conversion.run(out, advance, threads)
     say(f"wrote {out} (fingerprint {index.fingerprint})")

@@ -10,8 +10,9 @@ import click
 import msgspec
 
 from cli.options import PATH, PATH_TEXT
+from cli.show import Column, Table, show
 from shared.container.reader import Container
-from shared.run.terminal import say, say_json
+from shared.run.terminal import say_json
 
 
 @click.command("inspect")
@@ -47,8 +48,7 @@ def command(directory: Path, mirrors: tuple[str, ...], as_json: bool) -> None:
         ("fingerprint", container.fingerprint),
         ("converter", f"{container.converter.version} {container.converter.arguments}"),
     ]
-    for name, value in rows:
-        say(f"{name:20} {value}")
+    show([Table((Column("", 20, False), Column("", 0, False, " ")), rows, has_head=False)])
 
 
 def describe(container: Container) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cli.options import ABOVE_ZERO, PATH, SIZE
+from cli.show import progress
 from shared.container.mirror import drive_of, total_rate
 from shared.container.reader import Container
 from shared.run.sizes import parse_bytes
@@ -94,8 +95,8 @@ def stage_command(model: Path, directory: Path, size: str | None, others: tuple[
         say(f"{directory} holds them already; nothing to do.")
         return
     start = time.monotonic()
-    with click.progressbar(length=plan.n_bytes, label="copying") as bar:
-        n_copied = stage(container, plan, bar.update)
+    with progress("copying", plan.n_bytes) as advance:
+        n_copied = stage(container, plan, advance)
     seconds = max(time.monotonic() - start, 1e-9)
     say(f"{n_copied:,} experts copied in {seconds:.1f} s. Use them: colibri-up {model} --mirror {directory}")
 
@@ -111,9 +112,9 @@ def verify_command(model: Path, directory: Path) -> None:
     complaints = []
     n_records = 0
     start = time.monotonic()
-    with click.progressbar(length=total, label="verifying") as bar:
+    with progress("verifying", total) as advance:
         for _, n_bytes, complaint in container.verify(place=1):
-            bar.update(n_bytes)
+            advance(n_bytes)
             n_records += 1
             if complaint is not None:
                 complaints.append(complaint)

@@ -10,6 +10,8 @@ from typing import Any
 import click
 
 from cli.options import ABOVE_ZERO, PATH, PATH_TEXT, SIZE, setting
+from cli.show import Column, Table, show
+from cli.show import ledger as ledger_table
 from native.library import default_threads
 from shared.container.format import DEFAULT_PRECISION, INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.mirror import drives_words, number_drives
@@ -20,7 +22,7 @@ from shared.machine.memory_probe import probe_memory
 from shared.memory.warm_sets import find_sets, known_dirs
 from shared.model.spec import ModelSpec
 from shared.planning.drive_probe import drives_of
-from shared.planning.ledger import DEFAULT_CHUNK, make_ledger
+from shared.planning.ledger import DEFAULT_CHUNK, LEDGER_SUMS, ledger_rows, make_ledger
 from shared.planning.rates import chunk_for, memory_rate
 from shared.planning.speed import Speed, predict_speed
 from shared.run.config import load_settings
@@ -89,7 +91,7 @@ def command(
     disk_bytes_s = disk * 1e9 if disk else _drive_rate(container)
     chunk = chunk_for(container, facts, disk_bytes_s, n_threads) if container else DEFAULT_CHUNK
     ledger = make_ledger(spec, facts, chosen, available, shm, chunk=chunk, source=source)
-    say(ledger.table())
+    show([ledger_table(ledger_rows(ledger.lines, ledger.budget_bytes, ledger.available_bytes), LEDGER_SUMS)])
     say(f"\n{available:,} bytes available ({source}), {shm:,} in /dev/shm, {ledger.segment_bytes:,} of it used")
     resident = min(ledger.n_slots / ledger.n_experts, 1.0)
     say(
@@ -105,7 +107,7 @@ def command(
         return
     memory_bytes_s = memory * 1e9 if memory else memory_rate(n_threads)
     speed = predict_speed(spec, facts, ledger, disk_bytes_s or math.inf, memory_bytes_s)
-    say("\n" + _speed_text(speed, disk_bytes_s, memory_bytes_s))
+    show(["", *_speed_report(speed, disk_bytes_s, memory_bytes_s)])
 
 
 def _drive_rate(container: Container | None) -> float:
@@ -120,23 +122,25 @@ def _kept_warm(fingerprint: str) -> int:
     return sum(found.n_bytes for found in find_sets(known_dirs("auto")) if found.fingerprint == fingerprint)
 
 
-def _speed_text(speed: Speed, disk: float, memory: float) -> str:
+def _speed_report(speed: Speed, disk: float, memory: float) -> list[str | Table]:
     routed, others = speed.routed_bytes, speed.resident_bytes
-    lines = [
-        f"a token reads {routed:,} bytes of routed experts and {others:,} of everything else",
-        f"drive {disk / 1e9:.2f} GB/s, memory {memory / 1e9:.1f} GB/s" if disk else f"memory {memory / 1e9:.1f} GB/s",
-        f"{'decoding one sequence, tok/s':32}{'expected':>10}{'at best':>10}",
-    ]
+    rows = []
     if disk:
         warm = f"{speed.hit_rate:.0%} of them in memory"
-        rows = (("every expert from the drive", speed.cold), (warm, speed.warm))
-        lines += [f"  {what:30}{expected:>10.2f}{best:>10.2f}" for what, (expected, best) in rows]
-    lines.append(f"  {'every expert in memory':30}{'':>10}{speed.resident_tokens_s:>10.2f}")
+        for what, (expected, best) in (("every expert from the drive", speed.cold), (warm, speed.warm)):
+            rows.append((f"  {what}", f"{expected:.2f}", f"{best:.2f}"))
+    rows.append(("  every expert in memory", "", f"{speed.resident_tokens_s:.2f}"))
+    columns = (Column("decoding one sequence, tok/s", 32, False), Column("expected", 10), Column("at best", 10))
+    report: list[str | Table] = [
+        f"a token reads {routed:,} bytes of routed experts and {others:,} of everything else",
+        f"drive {disk / 1e9:.2f} GB/s, memory {memory / 1e9:.1f} GB/s" if disk else f"memory {memory / 1e9:.1f} GB/s",
+        Table(columns, rows),
+    ]
     if disk:
-        lines.append(
+        report.append(
             "expected: reads wait for attention and head (prefetch hides a part); at best: everything overlaps"
         )
-    return "\n".join(lines)
+    return report
 
 
 def _facts(model: Path, precision: str | None, mirrors: tuple[str, ...]) -> tuple[ModelSpec, Facts, Container | None]:

@@ -9,17 +9,18 @@ from typing import Any
 import click
 
 from cli.options import PATH_TEXT, SIZE, SLOT
+from cli.show import Column, Table, ledger, show
 from shared.errors import CapacityError, ConfigError
 from shared.machine.memory_probe import limits_of, page_cache_bytes, probe_memory
 from shared.machine.processes import own_bytes, service_bytes
 from shared.memory.big_memory import named_bytes
 from shared.memory.segments import run_bytes
 from shared.messages import control
-from shared.planning.ledger import GROUP, SHARED, ledger_table, slots_line
+from shared.planning.ledger import GROUP, LEDGER_SUMS, SHARED, ledger_rows, slots_line
 from shared.run import running
 from shared.run.config import LOCK_NAME, GroupConfig, Line
 from shared.run.sizes import parse_bytes
-from shared.run.terminal import say, say_json
+from shared.run.terminal import say_json
 from shared.wire.control_plane import ControlClient
 from shared.wire.endpoints import EXPERT_IO, Endpoints, default_run_dir
 
@@ -55,7 +56,7 @@ def command(size: str | None, run_dir: str | None, asked: tuple[tuple[int, int],
     if is_json:
         say_json(report, indent=1)
     else:
-        say(format_stories(ram) if asked else format_report(config, ram, report))
+        show([format_stories(ram)] if asked else format_report(config, ram, report))
 
 
 def format_stories(ram: control.Ram) -> str:
@@ -127,23 +128,29 @@ def lines_of(config: GroupConfig, ram: control.Ram) -> list[Line]:
     return [*config.memory, slots_line(ram.n_slots, n_experts, config.slot_bytes)]
 
 
-def format_report(config: GroupConfig, ram: control.Ram, report: dict[str, Any]) -> str:
+def format_report(config: GroupConfig, ram: control.Ram, report: dict[str, Any]) -> list[str | Table]:
     """For people."""
-    rows = [ledger_table(lines_of(config, ram), ram.budget_bytes, report["available"] + report["held_sum"]), ""]
-    rows.append(f"{'process':12}{'in the ledger':>18}{'held now':>18}")
-    for owner in sorted(set(report["planned"]) | set(report["held"])):
-        rows.append(f"{owner:12}{report['planned'].get(owner, 0):>18,}{report['held'].get(owner, 0):>18,}")
-    rows.append(f"{'sum':12}{sum(report['planned'].values()):>18,}{report['held_sum']:>18,}")
+    available = report["available"] + report["held_sum"]
+    planned, held = report["planned"], report["held"]
+    rows = [(owner, f"{planned.get(owner, 0):,}", f"{held.get(owner, 0):,}") for owner in sorted({*planned, *held})]
+    rows.append(("sum", f"{sum(planned.values()):,}", f"{report['held_sum']:,}"))
+    columns = (Column("process", 12, False), Column("in the ledger", 18), Column("held now", 18))
     leaving = f", {ram.n_leaving} more leave as soon as they are let go" if ram.n_leaving else ""
-    rows.append(f"\n{ram.n_slots:,} slots, {ram.n_used:,} hold an expert{leaving}")
+    parts: list[str | Table] = [
+        ledger(ledger_rows(lines_of(config, ram), ram.budget_bytes, available), LEDGER_SUMS),
+        "",
+        Table(columns, rows, n_sums=1),
+        "",
+        f"{ram.n_slots:,} slots, {ram.n_used:,} hold an expert{leaving}",
+    ]
     if ram.budget_bytes != config.ram_bytes:
-        rows.append(f"started with a budget of {config.ram_bytes:,}")
-    rows.append(
+        parts.append(f"started with a budget of {config.ram_bytes:,}")
+    parts.append(
         f"available beside that: {report['available']:,}; page cache, which is not ours: {report['page_cache']:,}"
     )
     for limit in report["limits"]:
-        rows.append(
+        parts.append(
             f"control group {limit['file']}: limit {limit['limit']:,}, used {limit['used']:,}, of it page cache "
             f"{limit['cache']:,}, left {limit['left']:,}"
         )
-    return "\n".join(rows)
+    return parts

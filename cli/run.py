@@ -10,6 +10,7 @@ import click
 from cli.client import Session, open_session
 from cli.options import MODEL, PATH_TEXT, RUN_DIR, SEED, TEMPERATURE, TOP_P, URL
 from cli.prompt import parse_ids, read_prompt, request_of
+from cli.show import show
 from shared.run.client import Answer
 from shared.run.terminal import complain, is_terminal, say_json, write
 
@@ -92,7 +93,7 @@ def _print_answer(session: Session, path: str, body: dict[str, Any], answer: Ans
 def _run_profiled(session: Session, path: str, body: dict[str, Any], answer: Answer, as_json: bool) -> int:
     from cli.profile.collect import Profiler
     from cli.profile.report import as_json as report_json
-    from cli.profile.report import format_report
+    from cli.profile.report import parts_of
 
     assert session.run_dir is not None
     with Profiler(session.run_dir) as profiler:
@@ -102,5 +103,5 @@ def _run_profiled(session: Session, path: str, body: dict[str, Any], answer: Ans
     if as_json:
         say_json({**answer.as_json(), "profile": report_json(report)})
     else:
-        write("\n" + "\n".join(format_report(report)) + "\n")
+        show(["", *parts_of(report)])
     return 0

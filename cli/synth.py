@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from cli.options import PATH
+from cli.show import progress
 from conversion.synth import PRESETS, Synthesis, preset_config
 from shared.container.format import DEFAULT_PRECISION, PRECISIONS
 from shared.run.terminal import say
@@ -27,6 +28,6 @@ def command(out: Path, preset: str, layers: int | None, mtp: bool, precision: st
         f"plan: {preset}, {spec.n_layers} layers{' + MTP' if spec.n_mtp else ''}, {precision}, seed {seed}; "
         f"dense part {plan.dense_bytes:,} bytes, experts {plan.expert_bytes:,} bytes in {len(plan.experts)} files"
     )
-    with click.progressbar(length=synthesis.n_bytes, label="writing") as bar:
-        index = synthesis.run(out, bar.update)
+    with progress("writing", synthesis.n_bytes) as advance:
+        index = synthesis.run(out, advance)
     say(f"wrote {out} (fingerprint {index.fingerprint})")

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from cli.options import PATH, PATH_TEXT
+from cli.show import progress
 from shared.container.reader import Container
 from shared.run.terminal import complain, say
 
@@ -52,9 +53,9 @@ def _read_all(label: str, total: int, parts: Iterator[tuple[int, str | None]]) -
     complaints = []
     n_parts = 0
     start = time.monotonic()
-    with click.progressbar(length=total, label=label) as bar:
+    with progress(label, total) as advance:
         for n_bytes, complaint in parts:
-            bar.update(n_bytes)
+            advance(n_bytes)
             n_parts += 1
             if complaint is not None:
                 complaints.append(complaint)

@@ -10,6 +10,7 @@ import click
 from cli.cache_sim import simulate as sim
 from cli.cache_sim.plot import line_chart
 from cli.options import PATH, check_writable, write_result
+from cli.show import Column, Table, show
 from shared.errors import ConfigError
 from shared.experts.residency import POLICIES
 from shared.experts.traces import TraceHeader, TraceReader
@@ -146,12 +147,27 @@ def _print(
     n_lost = sum(t.n_lost for t in traces)
     if n_lost:
         say(f"note: {n_lost:,} records are missing: the disk did not keep up while recording")
-    say(f"\n{'slots':>14}  {'policy':<15}{'hits':>8}{'decode hits':>13}{'of optimum':>12}{'bytes read':>18}")
+    rows = []
     last = None
     for (name, n), score in scores.items():
         label = f"{n:,} ({n / n_experts:.0%})" if n != last else ""
         last = n
-        say(
-            f"{label:>14}  {name:<15}{score.hit_rate:>8.1%}{score.decode_hit_rate:>13.1%}"
-            f"{score.hits / max(1, best[n].hits):>12.1%}{score.bytes_read:>18,}"
+        rows.append(
+            (
+                label,
+                name,
+                f"{score.hit_rate:.1%}",
+                f"{score.decode_hit_rate:.1%}",
+                f"{score.hits / max(1, best[n].hits):.1%}",
+                f"{score.bytes_read:,}",
+            )
         )
+    columns = (
+        Column("slots", 14),
+        Column("policy", 15, False, "  "),
+        Column("hits", 8),
+        Column("decode hits", 13),
+        Column("of optimum", 12),
+        Column("bytes read", 18),
+    )
+    show(["", Table(columns, rows)])

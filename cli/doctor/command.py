@@ -41,8 +41,7 @@ def command(model: Path | None, measure: bool, as_json: bool) -> None:
         say_json([{"subject": f.subject, "found": f.found, "verdict": f.verdict, "advice": f.advice, **f.facts}
                         for f in findings], indent=1)  # fmt: skip
         return
-    for line in format_findings(findings):
-        say(line)
+    say("\n".join(format_findings(findings)))  # no table: commands are to be copied, so they must not be folded
 
 
 def format_findings(findings: list[Finding]) -> list[str]:

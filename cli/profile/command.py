@@ -12,9 +12,10 @@ import click
 from cli.client import open_session
 from cli.options import MODEL, PATH, RUN_DIR, SEED, TEMPERATURE, FiniteRange, check_writable, write_result
 from cli.profile.collect import Profiler
-from cli.profile.report import as_json, format_report
+from cli.profile.report import as_json, parts_of
 from cli.profile.trace import chrome_trace
 from cli.prompt import parse_ids, read_prompt, request_of
+from cli.show import show
 from shared.errors import ConfigError
 from shared.model.config_reader import read_json
 from shared.run.client import Answer, Client, find_group
@@ -92,11 +93,11 @@ def command(
     if is_json:
         say_json({**as_json(report), **({"text": answer.text} if answer else {})})
         return 0
-    lines = format_report(report, has_layers=per_layer)
+    lines = parts_of(report, has_layers=per_layer)
     if answer is not None:
         shown = ascii(answer.text) if answer.text or not answer.token_ids else f"ids {answer.token_ids[:20]} ..."
         lines = [f"answer: {shown}", answer.summary(), "", *lines]
-    say("\n".join(lines))
+    show(lines)
     if trace_path is not None:
         say(f"trace: {trace_path} (open it in https://ui.perfetto.dev or chrome://tracing)")
     return 0

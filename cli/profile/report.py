@@ -21,6 +21,7 @@ from cli.profile.analysis import (
 )
 from cli.profile.storage import advice as storage_advice
 from cli.profile.storage import of_ceiling, rate_text
+from cli.show import Column, Table, plain_lines
 from shared.step.stages import NO_LAYER
 from shared.wire.endpoints import EXPERT_IO, ROUTER
 
@@ -147,58 +148,63 @@ def _total_json(total: StageTotal, sum_ns: int) -> dict[str, Any]:
 
 
 def format_report(report: Report, *, has_layers: bool = False) -> list[str]:
-    """The table as lines of plain ASCII."""
-    lines: list[str] = []
+    """The report as lines of plain ASCII."""
+    return plain_lines(parts_of(report, has_layers=has_layers))
+
+
+def parts_of(report: Report, *, has_layers: bool = False) -> list[str | Table]:
+    """The report for ``show``."""
+    parts: list[str | Table] = []
     known = ("prefill", "decode", "draft")
     names = [name for name in (*known, *sorted(set(report.kinds) - {*known})) if name in report.kinds]
     for name in names:
-        lines += _format_kind(report.kinds[name]) + [""]
+        parts += [*_format_kind(report.kinds[name]), ""]
     if not names:
-        lines += ["no step ran while looking", ""]
-    if has_layers and report.layers:
-        lines += _format_layers(report) + [""]
-    lines += _format_facts(report)
-    lines += ["", verdict(report)]
-    return lines
+        parts += ["no step ran while looking", ""]
+    if has_layers and (layers := _format_layers(report)):
+        parts += [layers, ""]
+    return [*parts, *_format_facts(report), "", verdict(report)]
 
 
-def _format_kind(kind: KindReport) -> list[str]:
-    lines = [
-        f"{kind.kind}: {kind.n_steps} steps, {kind.n_rows} rows, {_time(kind.wall_ns)}"
-        f" (step p50 {_time(np.percentile(kind.step_ns, 50))}, p99 {_time(np.percentile(kind.step_ns, 99))})",
-        f"  {'stage':<24}{'total':>10}{'share':>8}{'p50':>10}{'p99':>10}{'count':>8}{'bytes':>10}{'GB/s':>8}",
-    ]
+def _format_kind(kind: KindReport) -> list[str | Table]:
+    rows = []
     for total in sorted_totals(kind):
         is_wait = not total.total_ns and total.stage.endswith("_wait")
-        share = "" if is_wait else f"{total.total_ns / kind.sum_ns:.1%}" if kind.sum_ns else ""
-        lines.append(
-            f"  {total.name:<24}{'(covers)' if is_wait else _time(total.total_ns):>10}{share:>8}"
-            f"{_time(total.percentile(50)):>10}{_time(total.percentile(99)):>10}{len(total.durations):>8}"
-            f"{_size(total.n_bytes) if total.n_bytes else '':>10}{f'{total.gb_per_s:.2f}' if total.n_bytes else '':>8}"
+        rows.append(
+            (
+                total.name,
+                "(covers)" if is_wait else _time(total.total_ns),
+                "" if is_wait or not kind.sum_ns else f"{total.total_ns / kind.sum_ns:.1%}",
+                _time(total.percentile(50)),
+                _time(total.percentile(99)),
+                str(len(total.durations)),
+                _size(total.n_bytes) if total.n_bytes else "",
+                f"{total.gb_per_s:.2f}" if total.n_bytes else "",
+            )
         )
-    lines.append(
+    widths = (("total", 10), ("share", 8), ("p50", 10), ("p99", 10), ("count", 8), ("bytes", 10), ("GB/s", 8))
+    return [
+        f"{kind.kind}: {kind.n_steps} steps, {kind.n_rows} rows, {_time(kind.wall_ns)}"
+        f" (step p50 {_time(np.percentile(kind.step_ns, 50))}, p99 {_time(np.percentile(kind.step_ns, 99))})",
+        Table((Column("stage", 24, False, "  "), *(Column(title, width) for title, width in widths)), rows),
         f"  {'sum':<24}{_time(kind.sum_ns):>10}   the router measured {_time(kind.wall_ns)}: {kind.difference:.1%} apart"
-        + (" (MORE THAN 5 %)" if kind.difference > 0.05 else "")
-    )
-    return lines
+        + (" (MORE THAN 5 %)" if kind.difference > 0.05 else ""),
+    ]
 
 
-def _format_layers(report: Report) -> list[str]:
+def _format_layers(report: Report) -> Table | None:
     stages = sorted({(service, stage) for layer, service, stage in report.layers if layer != NO_LAYER})
     if not stages:
-        return []
-    head = "".join(f"{stage[:11]:>12}" for _, stage in stages)
+        return None
+    columns = [Column("layer", 7), *(Column(stage[:11], 12) for _, stage in stages)]
     if report.found:
-        head += f"{'hits':>9}{'late':>7}{'misses':>8}"
-    lines = ["  layer" + head]
+        columns += [Column("hits", 9), Column("late", 7), Column("misses", 8)]
+    rows = []
     for layer in sorted({layer for layer, _, _ in report.layers if layer != NO_LAYER}):
-        cells = (report.layers.get((layer, service, stage), 0) for service, stage in stages)
-        line = f"  {layer:>5}" + "".join(f"{_time(ns) if ns else '':>12}" for ns in cells)
-        if layer in report.found:
-            hits, late_hits, misses = report.found[layer]
-            line += f"{hits:>9}{late_hits:>7}{misses:>8}"
-        lines.append(line)
-    return lines
+        cells = [report.layers.get((layer, service, stage), 0) for service, stage in stages]
+        found = map(str, report.found.get(layer, ()))
+        rows.append([str(layer), *(_time(ns) if ns else "" for ns in cells), *found])
+    return Table(columns, rows)
 
 
 def _format_facts(report: Report) -> list[str]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 from cli.options import PATH
+from cli.show import progress, show
 from shared.run.config import Settings
-from shared.run.terminal import say, say_json
+from shared.run.terminal import say_json
 
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
@@ -60,7 +58,7 @@ def command(
         os.environ.setdefault(name, str(threads))
     from cli.prompt import parse_ids
     from cli.quality.measure import Quality, compare_lanes, forward_units, lanes_to_run, tensor_errors
-    from cli.quality.report import as_json, format_report
+    from cli.quality.report import as_json, parts_of
     from cli.quality.tensors import Pair
     from cli.quality.text import Tokens, default_text, random_tokens, tokens_of_ids, tokens_of_text
 
@@ -75,25 +73,15 @@ def command(
             tokens = tokens_of_text(text_path or default_text(), model, n_tokens, window)
         errors = lanes = None
         if has_errors:
-            with _progress("tensors", pair.n_values) as done:
+            with progress("tensors", pair.n_values, is_quiet=True) as done:
                 errors = tensor_errors(pair, n_worst, done)
         if tokens is not None:
-            with _progress("logits", forward_units(pair)) as done:
+            with progress("logits", forward_units(pair), is_quiet=True) as done:
                 lanes = compare_lanes(pair, lanes_to_run(pair, kv_dtype, has_formats), tokens, done)
         quality = Quality(pair, errors, tokens, lanes, kv_dtype)
         if is_json:
             say_json(as_json(quality), indent=1)
         else:
-            say("\n".join(format_report(quality)))
+            show(parts_of(quality))
     finally:
         pair.close()
-
-
-@contextmanager
-def _progress(label: str, length: int) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's standard error; silent elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    with click.progressbar(length=length, label=label, file=sys.stderr, show_eta=True) as bar:
-        yield bar.update

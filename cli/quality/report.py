@@ -10,6 +10,7 @@ from typing import Any
 from cli.quality.errors import ErrorReport
 from cli.quality.measure import LaneResult, Quality
 from cli.quality.schemes import SCHEMES
+from cli.show import Column, Table, plain_lines
 
 TABLES = {
     "model": "The container as the engine runs it",
@@ -21,8 +22,13 @@ TABLES = {
 
 def format_report(quality: Quality) -> list[str]:
     """The report as lines."""
+    return plain_lines(parts_of(quality))
+
+
+def parts_of(quality: Quality) -> list[str | Table]:
+    """The report for ``show``."""
     pair = quality.pair
-    lines = [
+    lines: list[str | Table] = [
         f"container {pair.container.path}: {', '.join(f'{r} {f}' for r, f in pair.container.precision.items())}",
         f"source    {pair.source.source}: {pair.spec.family}, {pair.n_values:,} values; the container takes "
         f"{pair.bytes_per_weight():.3f} bytes for each",
@@ -40,11 +46,11 @@ def format_report(quality: Quality) -> list[str]:
         for table, title in TABLES.items():
             rows = [result for result in quality.lanes if result.lane.table == table]
             if rows:
-                lines += ["", title, *_format_lanes(rows)]
+                lines += ["", title, _format_lanes(rows)]
     return lines
 
 
-def _format_errors(errors: ErrorReport) -> list[str]:
+def _format_errors(errors: ErrorReport) -> list[str | Table]:
     rows: list[tuple[str, ...]] = [("role", "format", "tensors", "values", "relative error", "largest error")]
     for (role, fmt), sums in errors.roles.items():
         rows.append(
@@ -57,7 +63,10 @@ def _format_errors(errors: ErrorReport) -> list[str]:
                 f"{sums.largest_error:.3g}",
             )
         )
-    lines = ["Tensor errors: RMS of the difference over RMS of the source, and the largest difference", *align(rows, 2)]
+    lines: list[str | Table] = [
+        "Tensor errors: RMS of the difference over RMS of the source, and the largest difference",
+        align(rows, 2),
+    ]
     if all(sums.relative == 0.0 for sums in errors.roles.values()):
         return [*lines, "All tensors are exact."]
     if not errors.worst:
@@ -65,10 +74,10 @@ def _format_errors(errors: ErrorReport) -> list[str]:
     rows = [("worst tensors", "format", "relative error", "largest error")]
     for worst in errors.worst:
         rows.append((worst.name, worst.format, f"{worst.sums.relative:.5f}", f"{worst.sums.largest_error:.3g}"))
-    return [*lines, "", *align(rows, 2)]
+    return [*lines, "", align(rows, 2)]
 
 
-def _format_lanes(results: Sequence[LaneResult]) -> list[str]:
+def _format_lanes(results: Sequence[LaneResult]) -> Table:
     rows = [("lane", "activations", "bytes/weight", "KL mean", "KL p99", "top-1", "perplexity", "loss")]
     rows.append(
         ("source", "f32", f"{SCHEMES['f32'].bytes_per_weight(1):.3f}", "0", "0", "100%",
@@ -91,15 +100,11 @@ def _format_lanes(results: Sequence[LaneResult]) -> list[str]:
     return align(rows, 2)
 
 
-def align(rows: Sequence[Sequence[str]], n_left: int) -> list[str]:
-    """Columns padded to their width; the first ``n_left`` to the left, numbers to the right."""
+def align(rows: Sequence[Sequence[str]], n_left: int) -> Table:
+    """The first row is the head; the first ``n_left`` columns are words, the others numbers."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i < n_left else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
+    columns = [Column(title, widths[i], i >= n_left, "  " if i else "") for i, title in enumerate(rows[0])]
+    return Table(columns, rows[1:])
 
 
 def as_json(quality: Quality) -> dict[str, Any]:

@@ -33,6 +33,7 @@ DEFAULT_DRAFTS = 2
 N_FRAMES = 2
 """One for the step, one for the draft."""
 
+LEDGER_SUMS = 3
 SHARED = "shared"
 GROUP = "group"
 """Owners that are no service: the segments, and those who start and watch the services."""
@@ -442,12 +443,18 @@ def _sum(lines: Sequence[Line]) -> int:
 
 def ledger_table(lines: Sequence[Line], budget: int, available: int) -> str:
     """The arithmetic, one line per allocation."""
-    rows = [f"{line.owner:10} {line.what:58} {line.bytes:>18,}" for line in lines]
+    return "\n".join(f"{owner:10} {what:58} {size:>18}" for owner, what, size in ledger_rows(lines, budget, available))
+
+
+def ledger_rows(lines: Sequence[Line], budget: int, available: int) -> list[tuple[str, str, str]]:
+    """(owner, what, bytes) per allocation, then LEDGER_SUMS rows: the sum, the budget, and what is left or missing."""
     total = sum(line.bytes for line in lines)
-    rows.append(f"{'sum':10} {'':58} {total:>18,}")
-    rows.append(f"{'budget':10} {f'of {available:,} available':58} {budget:>18,}")
-    rows.append(f"{'left' if total <= budget else 'missing':10} {'':58} {abs(budget - total):>18,}")
-    return "\n".join(rows)
+    return [
+        *((line.owner, line.what, f"{line.bytes:,}") for line in lines),
+        ("sum", "", f"{total:,}"),
+        ("budget", f"of {available:,} available", f"{budget:,}"),
+        ("left" if total <= budget else "missing", "", f"{abs(budget - total):,}"),
+    ]
 
 
 def _size(n_bytes: int) -> str:

@@ -190,6 +190,13 @@ def test_engine_services_start_without_what_they_do_not_need(service: str) -> No
     assert not found & {"rich", "click", "uvicorn", "starlette", "supervisor", "huggingface_hub", "psutil"}
 
 
+def test_commands_start_without_what_only_a_terminal_or_a_tool_needs() -> None:
+    found = loaded_by(
+        "import cli.main, cli.run, cli.chat, cli.plan, cli.ram, cli.doctor.command, deploy.up, deploy.launch"
+    )
+    assert not found & {"rich", "psutil", "pygments", "uvicorn", "starlette", "supervisor"}
+
+
 def test_import_contracts_hold() -> None:
     tool = Path(sys.executable).with_name("lint-imports")
     if not tool.exists():
