@@ -63,7 +63,7 @@ def describe(container: Container) -> dict[str, Any]:
         for name, e in container.dense.items()
         if name.startswith(f"model.layers.{spec.mtp_layer}.")
     )
-    expert = 3 * spec.expert_inner * spec.hidden
+    expert = spec.expert_values
     n_main = sum(kind == "moe" for kind in spec.layer_kinds)
     return {
         "path": str(container.path),

@@ -315,8 +315,16 @@ class Conversion:
 
     def expert_matrices(self, layer: ExpertFilePlan, expert: int) -> Iterator[tuple[str, F32]]:
         """(name, values f32[out, in]) of an expert's gate, up and down projection, unrounded."""
-        for name, _ in self._expert_sources(layer, expert):
+        for name, _ in self._expert_sources(layer, expert)[:3]:
             yield name, self.checkpoint.rows(name)
+
+    def expert_biases(self, layer: ExpertFilePlan, expert: int) -> Iterator[tuple[str, F32]]:
+        """(name, values f32[out]) of their biases, if there are any. ContainerError when a value is not finite."""
+        for name, _ in self._expert_sources(layer, expert)[3:]:
+            values = self.checkpoint.rows(name)
+            if not np.isfinite(values).all():
+                raise ContainerError(f"{self.source}: tensor {name!r} can't be converted: a value is NaN or infinite.")
+            yield name, values
 
     def _make_dense(self, item: DenseItem) -> Iterator[Any]:
         pieces = self.dense_pieces(item)
@@ -342,11 +350,16 @@ class Conversion:
             rows = self.checkpoint.rows(source.name, start, start + source.n_rows)
             yield np.ascontiguousarray(rows.T) if source.is_transposed else rows
 
-    def _expert_sources(self, layer: ExpertFilePlan, expert: int) -> list[tuple[str, tuple[int, int]]]:
+    def _expert_sources(self, layer: ExpertFilePlan, expert: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the three matrices, then of their biases."""
         inner, hidden = layer.layout.inner, layer.layout.hidden
-        shapes = (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner)))
+        parts: list[tuple[str, tuple[int, ...]]] = [
+            ("gate_proj.weight", (inner, hidden)), ("up_proj.weight", (inner, hidden)), ("down_proj.weight", (hidden, inner)),
+        ]  # fmt: skip
+        names = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")
+        parts += [(name, (width,)) for name, width in zip(names, layer.layout.bias_widths)]
         prefix = layer.tensor_name(expert)
-        return [(source_name(self.spec.family, f"{prefix}.{part}.weight"), shape) for part, shape in shapes]
+        return [(source_name(self.spec.family, f"{prefix}.{part}"), shape) for part, shape in parts]
 
     def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> Any:
         layer, expert = source
@@ -356,7 +369,7 @@ class Conversion:
                 matrices.append(pack_matrix(values, layer.layout.format))
             except ValueError as error:
                 raise ContainerError(f"{self.source}: tensor {name!r} can't be converted: {error}.") from None
-        return expert_record(layer, matrices)
+        return expert_record(layer, matrices, [values for _, values in self.expert_biases(layer, expert)])
 
 
 class Ahead:
@@ -379,8 +392,8 @@ class Ahead:
             future.cancel()
 
 
-def expert_record(layer: ExpertFilePlan, matrices: Any) -> Any:
-    """u8[record_bytes] from the packed (weight, scale) of gate, up and down."""
+def expert_record(layer: ExpertFilePlan, matrices: Any, biases: Sequence[F32] = ()) -> Any:
+    """u8[record_bytes] from the packed (weight, scale) of gate, up and down, and their biases."""
     layout = layer.layout
     record = np.zeros(layout.record_bytes, np.uint8)
     at = [(layout.gate_w, layout.gate_s), (layout.up_w, layout.up_s), (layout.down_w, layout.down_s)]
@@ -388,6 +401,8 @@ def expert_record(layer: ExpertFilePlan, matrices: Any) -> Any:
         record[weight_at : weight_at + weight.size] = weight
         if scale is not None and scale_at is not None:
             record[scale_at : scale_at + scale.size] = scale
+    for bias, start in zip(biases, layout.biases, strict=True):
+        record[start : start + bias.nbytes] = np.ascontiguousarray(bias).view(np.uint8)
     return record
 
 

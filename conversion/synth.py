@@ -177,7 +177,8 @@ class Synthesis:
             n_weight = weight_bytes(layout.format, out, in_)
             joined = np.concatenate([np.asarray(part).view(np.uint8).reshape(-1) for part in parts])
             matrices.append((joined[:n_weight], joined[n_weight:] if joined.size > n_weight else None))
-        record: U8 = expert_record(layer, matrices)
+        biases = [np.float32(0.02) * rng.standard_normal(width, np.float32) for width in layout.bias_widths]
+        record: U8 = expert_record(layer, matrices, biases)
         return record
 
 

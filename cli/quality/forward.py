@@ -133,12 +133,13 @@ class Forward:
             if not any(len(rows) for rows, _ in places):
                 continue
             gate, up, down = self._weights.expert(layer, expert)
+            on_gate, on_up, on_down = self._weights.biases(layer, expert) or (np.float32(0.0),) * 3
             for i, (rows, k) in enumerate(places):
                 if not len(rows):
                     continue
                 x = inputs[i][rows]
-                inner = self._activate(i, "expert", spec.inner.apply(x @ gate[i].T, x @ up[i].T))
-                mixed[i][rows] += routes[i][1][rows, k][:, None] * (inner @ down[i].T)
+                inner = self._activate(i, "expert", spec.inner.apply(x @ gate[i].T + on_gate, x @ up[i].T + on_up))
+                mixed[i][rows] += routes[i][1][rows, k][:, None] * (inner @ down[i].T + on_down)
         if spec.n_shared:
             for out, shared in zip(mixed, self._ffn(prefix + "mlp.shared_experts.", h)):
                 out += shared

@@ -13,7 +13,7 @@ from cli.quality.schemes import SCHEMES, Lane
 from conversion.convert import Conversion, chunk_rows
 from shared.container.format import DenseItem, ExpertFilePlan
 from shared.container.pack import F32
-from shared.container.plain import dense_values, expert_values, table_values
+from shared.container.plain import dense_values, expert_biases, expert_values, table_values
 from shared.container.reader import Container, Tensor, aligned_buffer
 from shared.container.recognise import why_no_checkpoint
 from shared.errors import ContainerError
@@ -48,7 +48,10 @@ class Pair:
     def n_values(self) -> int:
         """Values of all tensors of the container."""
         dense = sum(item.stack * int(np.prod(item.shape, dtype=np.int64)) for item in self.items.values())
-        return dense + sum(3 * e.layout.inner * e.layout.hidden * e.n_experts for e in self.layers.values())
+        per_expert = {
+            e.layer: 3 * e.layout.inner * e.layout.hidden + sum(e.layout.bias_widths) for e in self.layers.values()
+        }
+        return dense + sum(per_expert[e.layer] * e.n_experts for e in self.layers.values())
 
     def bytes_per_weight(self) -> float:
         """Of the whole container on disk, scales and padding included."""
@@ -67,6 +70,9 @@ class Pair:
                 stored = self.stored_expert(layer, expert)
                 for (name, source), found in zip(self.source.expert_matrices(plan, expert), stored, strict=True):
                     yield name, role, fmt, [(source, found)]
+                kept = self.stored_biases(layer, expert)
+                for (name, source), found in zip(self.source.expert_biases(plan, expert), kept, strict=True):
+                    yield name, "exact", "f32", [(source, found)]
 
     def _dense_pairs(self, item: DenseItem) -> Iterator[tuple[F32, F32]]:
         return zip(self.source.dense_pieces(item), self.stored_pieces(item), strict=True)
@@ -82,6 +88,11 @@ class Pair:
     def stored_expert(self, layer: int, expert: int) -> tuple[F32, F32, F32]:
         """(gate, up, down), dequantised; the record's checksum is verified."""
         return expert_values(self.container.read_expert(layer, expert), self.container.experts[layer].layout)
+
+    def stored_biases(self, layer: int, expert: int) -> tuple[F32, ...]:
+        """Those of gate, up and down, if there are any."""
+        layout = self.container.experts[layer].layout
+        return expert_biases(self.container.read_expert(layer, expert), layout) if layout.biases else ()
 
     def _load(self, name: str) -> Tensor:
         return self.container.read_dense([name], aligned_buffer)[name]
@@ -131,6 +142,10 @@ class LaneWeights:
             found.append(self._versions("expert", name, plain, other))
         gate, up, down = found
         return gate, up, down
+
+    def biases(self, layer: int, expert: int) -> tuple[F32, ...]:
+        """Of gate, up and down, the same for every lane: they are kept exactly."""
+        return tuple(bias for _, bias in self._pair.source.expert_biases(self._pair.layers[layer], expert))
 
     def _versions(self, role: str, name: str, plain: F32, stored: F32 | None) -> list[F32]:
         if plain.ndim > 1 and not np.isfinite(plain).all():

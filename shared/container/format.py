@@ -115,6 +115,10 @@ class ExpertLayout(msgspec.Struct, frozen=True):
     biases: tuple[int, ...] = ()
     """Of gate, up and down, f32; empty when there are none."""
 
+    @property
+    def bias_widths(self) -> tuple[int, ...]:
+        return (self.inner, self.inner, self.hidden) if self.biases else ()
+
 
 class Stored(msgspec.Struct, frozen=True):
     """One safetensors tensor to be: name, dtype, shape, bytes."""

@@ -64,6 +64,14 @@ def expert_values(record: npt.NDArray[np.uint8], layout: ExpertLayout) -> tuple[
     )
 
 
+def expert_biases(record: npt.NDArray[np.uint8], layout: ExpertLayout) -> tuple[F32, ...]:
+    """Of gate f32[F], up f32[F] and down f32[D]; empty when the experts have none."""
+    return tuple(
+        record[at : at + 4 * width].view(np.float32)
+        for at, width in zip(layout.biases, layout.bias_widths, strict=True)
+    )
+
+
 def _section(data: npt.NDArray[np.uint8], i: int, n_bytes: int) -> npt.NDArray[np.uint8]:
     return data[i * n_bytes : (i + 1) * n_bytes]
 

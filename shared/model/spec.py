@@ -54,6 +54,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.expert_inner * self.n_shared
 
     @property
+    def expert_values(self) -> int:
+        """Of one routed expert."""
+        biases = 2 * self.expert_inner + self.hidden if self.inner.has_biases else 0
+        return 3 * self.expert_inner * self.hidden + biases
+
+    @property
     def main_attention(self) -> tuple[Attention, ...]:
         return self.attention[: self.n_layers]
 
