@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 Key = tuple[int, int]
 
 HALF_LIFE_STEPS = 8.0
-"""Steps until a use counts half. Chosen on recorded traces (docs/store.md)."""
+"""Steps until a use counts half. Chosen on recorded traces (docs/store-measurements.md)."""
 PREFILL_WEIGHT = 3.0
 PASSING_SHARE = 0.125
 """Part of the slots that experts wanted by a prompt alone may hold at once beside decode rows, when no slot is free ..."""
