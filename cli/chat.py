@@ -17,7 +17,8 @@ from cli.client import open_session
 from cli.options import MODEL, RUN_DIR, SEED, TEMPERATURE, TOP_P, URL
 from cli.prompt import clean_text
 from shared.run.client import Answer, Client, ServerError
-from shared.run.terminal import can_show, complain, is_terminal, say, shown_line, write
+from shared.run.terminal import can_show, complain, is_terminal, say, write
+from shared.steering import shown_line
 
 HELP = """/help            this list
 /reset           forget the conversation

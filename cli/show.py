@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TextIO
 
-from shared.run.terminal import is_terminal, say, shown_line
+from shared.run.terminal import is_terminal, say
+from shared.steering import shown_line
 
 if TYPE_CHECKING:
     from rich.console import Console

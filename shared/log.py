@@ -1,6 +1,6 @@
 """One event per line on stderr: time, level, service and incarnation, event, then ``key=value`` pairs.
 
-Runs in every process; imports the standard library alone. supervisor keeps the lines of each service in
+Runs in every process; imports ``shared.steering`` and the standard library alone. supervisor keeps the lines of each service in
 ``<run dir>/log/<service>.log``. INFO is for changes of life and for requests; nothing per token.
 """
 
@@ -12,6 +12,8 @@ import sys
 import time
 from typing import TextIO
 
+from shared.steering import shown_json
+
 _BARE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-+.,:/@%[](){}<>*#~")
 
 
@@ -20,7 +22,7 @@ def format_value(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     text = str(value)
-    return text if text and _BARE.issuperset(text) else json.dumps(text, ensure_ascii=False)
+    return text if text and _BARE.issuperset(text) else shown_json(json.dumps(text, ensure_ascii=False))
 
 
 class Log:

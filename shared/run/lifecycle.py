@@ -39,6 +39,7 @@ from shared.messages.base import Msg
 from shared.messages.control import Ram, RamWanted, ServiceState
 from shared.run.config import GroupConfig, load_frozen
 from shared.run.descriptors import raise_descriptor_limit
+from shared.steering import shown
 from shared.wire.bus import Bus
 from shared.wire.control_plane import ControlClient
 from shared.wire.endpoints import Endpoints
@@ -275,7 +276,7 @@ class _Life:
         write_last_words(Path(self.ctx.config.run_dir), self.service.name, exit_code, reason)
         self.ctx.log.error("service_failed", exit_code=exit_code, reason=reason)
         if text:
-            sys.stderr.write(text)
+            sys.stderr.write(shown(text))
         dead = control.Dead(self.service.name, self.ctx.incarnation, reason, text)
         deadline = time.monotonic() + CONNECT_S
         if not self._is_connected:

@@ -1,38 +1,18 @@
 """What the commands write for people: one way out, so that no text of a model, a server or a file can steer the terminal.
 
-``say`` and ``complain`` write a line, ``write`` a piece of one; all of them pass their text through ``shown``. ``say_json`` is
-for programs: JSON has its own escapes, and the text comes back from them exactly. Standard library alone.
+``say`` and ``complain`` write a line, ``write`` a piece of one; all pass their text through ``shared.steering.shown``.
+``say_json`` is for programs: JSON has its own escapes, and the text comes back from them exactly. Standard library alone.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from typing import TextIO
 
-_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""C0 without tab and newline, DEL, C1, and the marks that override the direction of text. Marks that only hint at it
-(U+200E, U+200F) and joiners stay: languages and emoji need them."""
+from shared.steering import shown
+
 _PLAIN_NAMES = ("ascii", "us-ascii", "ansi-x3.4-1968", "646")
-
-
-def shown(text: str) -> str:
-    r"""``text`` with every character that steers a terminal written out, like ``\x1b`` or ``\u202e``. CR LF becomes LF.
-
-    Newlines and tabs stay. Applying it twice changes nothing more.
-    """
-    return _STEERING.sub(_write_out, text.replace("\r\n", "\n"))
-
-
-def shown_line(text: str) -> str:
-    r"""The same for a fact that has one line, like a name: a newline is written out too, as ``\x0a``."""
-    return shown(text).replace("\n", "\\x0a")
-
-
-def _write_out(match: re.Match[str]) -> str:
-    code = ord(match[0])
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def say(text: str = "") -> None:

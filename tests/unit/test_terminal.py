@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared import steering
+from shared.log import format_value
 from shared.run import terminal
 
 
@@ -25,15 +27,15 @@ from shared.run import terminal
     ],
 )
 def test_what_steers_is_written_out_and_the_rest_stays(text: str, expected: str) -> None:
-    assert terminal.shown(text) == expected
-    assert terminal.shown(expected) == expected
+    assert steering.shown(text) == expected
+    assert steering.shown(expected) == expected
 
 
 @given(st.text())
 def test_no_control_character_gets_through(text: str) -> None:
-    left = terminal.shown(text)
+    left = steering.shown(text)
     assert not any((ord(c) < 0x20 and c not in "\n\t") or 0x7F <= ord(c) < 0xA0 for c in left)
-    assert "\n" not in terminal.shown_line(text)
+    assert "\n" not in steering.shown_line(text)
 
 
 def test_every_way_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,3 +59,10 @@ def test_a_stream_that_is_closed_takes_nothing(monkeypatch: pytest.MonkeyPatch) 
     terminal.say("x")
     assert not terminal.is_terminal(None)
     assert not terminal.can_show("›")
+
+
+def test_a_log_line_can_not_steer_whoever_looks_at_it() -> None:
+    text = 'a"\x1b[2J\x9b2J\x7f\u202e\nb'
+    value = format_value(text)
+    assert not steering.STEERING.search(value) and "\n" not in value
+    assert json.loads(value) == text
