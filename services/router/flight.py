@@ -61,6 +61,10 @@ class Flight:
             if known is None or (layer, found_by) < known[0]:
                 self._faults[row] = ((layer, found_by), fault)
 
+    def is_marked(self, row: int, layer: int) -> bool:
+        """Whether the row has had a fault before this layer."""
+        return row in self._faults and self._faults[row][0][0] < layer
+
     @property
     def faults(self) -> Mapping[int, Fault]:
         """Row -> its fault."""
@@ -199,7 +203,10 @@ class Flights:
     def _end(self, sequence: Sequence) -> list[Instruction]:
         self._scheduler.remove(sequence)
         self._drafting.ended(sequence)
-        return [End(sequence)]
+        if sequence.error is None:
+            return [End(sequence)]
+        facts = {"request": sequence.request, "code": sequence.error.code, "text": sequence.error.message}
+        return [Note("request_failed", facts), End(sequence)]
 
     # -- peers
 
@@ -248,47 +255,40 @@ class Flights:
 
     # -- the step in flight
 
-    def gate_refused(self, flight: Flight, step: int, layer: int, rows: Iterable[int]) -> list[Instruction]:
+    def gate_refused(self, flight: Flight, step: int, layer: int, rows: Iterable[int]) -> None:
         """The state of these rows is not finite before the gate of a layer."""
         plan = flight.plan
         if isinstance(plan, DraftPlan):
             self._drafting.failed(plan, step - flight.step, layer, rows)
-            return []
+            return
         for row in rows:
+            if flight.is_marked(row, layer):
+                continue
             span = next(span for span in plan.spans if span.first <= row < span.first + span.n_rows)
             words = (
                 f"The hidden state of position {span.position + row - span.first} is not finite before the gate of layer "
                 f"{layer}: the weights or the input overflow. The request was ended; others go on."
             )
             flight.mark([row], layer, BEFORE_EXPERTS, Fault(ErrorCode.NON_FINITE, words))
-        return []
 
     def failed(self, step: int, layer: int, rows: tuple[int, ...], fault: Fault) -> list[Instruction]:
         """A service says that rows have no true result, or (no rows) that the step can't go on."""
         flight = self.covering(step)
         if flight is None:
             return []
-        first = rows[0] if rows else -1
-        facts = {
-            "step": step,
-            "layer": layer,
-            "rows": len(rows),
-            "row": first,
-            "code": fault.code,
-            "text": fault.message,
-        }
-        out: list[Instruction] = [Note("layer_failed", facts)]
         plan = flight.plan
+        if rows and isinstance(plan, Plan):
+            flight.mark(rows, layer, EXPERTS, fault)
+            flight.n_faults_heard += 1
+            return []  # whether it matters shows when accepted tokens reach it
+        facts = {"step": step, "layer": layer, "rows": len(rows), "code": fault.code, "text": fault.message}
+        out: list[Instruction] = [Note("layer_failed", facts)]
         if isinstance(plan, DraftPlan):
             if rows:
                 self._drafting.failed(plan, step - flight.step, layer, rows)
                 return out
             self._drafting.lost(plan)
             return [*out, self._give_up(), *self._go_on()]
-        if rows:
-            flight.mark(rows, layer, EXPERTS, fault)
-            flight.n_faults_heard += 1
-            return out
         out.append(self._give_up())
         has_company = len(plan.spans) > 1 or any(span.has_drafts for span in plan.spans)
         if has_company:

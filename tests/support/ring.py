@@ -286,7 +286,7 @@ class Ring:
         msg = Submit(request, sampling, prompt_ids=tuple(prompt) if prompt is not None else None, **fields)
         self.services["router"].handle(msg, "gateway")
 
-    def run(self, n_idle: int = 40) -> None:
+    def run(self, n_idle: int = 400) -> None:
         """Until every submitted request has its final answer."""
         idle = 0
         router = self.services["router"]
