@@ -90,7 +90,7 @@ class ExpertIoService(Service):
         self.engines, tiers = engines.open_engines(setup, self._budget.n_slots)
         for engine in self.engines:
             place.keep(engine)
-        self._budgeted = next((i for i, engine in enumerate(self.engines) if engine.is_in_budget), 0)
+        self._budgeted = next((i for i, engine in enumerate(self.engines) if engine.is_in_budget), None)
         self.history = History(config, ctx.log, layers, spec.n_experts)
         pieces = -(-config.slot_bytes // config.read_piece_bytes)
         facts = StoreFacts(
@@ -116,6 +116,7 @@ class ExpertIoService(Service):
             for fd in engine.fds:
                 ctx.bus.add_fd(fd, partial(self._on_engine, engine))
         self.publish()
+        self.counters.set("pilot_paused", 0)
         found = {key: text for engine in self.engines for key, text in engine.facts().items()}
         if found.get("reads") == "buffered":
             reason = config.read_note if config.direct_io == "off" else "a file system has no direct reads"
@@ -189,7 +190,9 @@ class ExpertIoService(Service):
     def change_ram(self, msg: RamWanted) -> Ram:
         table, tier = self.state.table, self._budgeted
         refusal = ""
-        if msg.budget_bytes:
+        if msg.budget_bytes and tier is None:
+            refusal = "No expert of this group lies in memory that the budget pays; nothing could change."
+        elif msg.budget_bytes and tier is not None:
             before = table.tiers[tier]
             try:
                 self._budget.change(msg.budget_bytes, table.n_used_of(tier), before.n_reserved)
@@ -235,6 +238,7 @@ class ExpertIoService(Service):
     # -- instructions ----------------------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
+        """What a piece of work leads to may be told while its instruction is carried out: ``Free`` gives one at a time."""
         for instruction in self.state.handle(event):
             self._carry_out(instruction)
 

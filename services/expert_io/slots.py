@@ -12,91 +12,33 @@ absent until the capacity grows again.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from itertools import islice
 from typing import NamedTuple
 
-from services.expert_io.events import Event, ExpertsChosen, Hinted
+from services.expert_io.events import Event
+from services.expert_io.states import (
+    ABSENT,
+    ALLOWED,
+    AWAITED,
+    BUSY,
+    CANCELLED,
+    FILLING,
+    FINDABLE,
+    FREE,
+    GUESSED,
+    GUESSES,
+    GUESSING,
+    HELD,
+    RESIDENT,
+    STALE,
+    SlotState,
+)
+from services.expert_io.stories import N_SHOWN, N_TOLD, Stories, name_of
 from shared.errors import StoreError
 from shared.experts.residency import KeepAll, Key, Policy
-
-N_MOVES = 4096
-"""Moves of slots that stories are told from, the latest of all slots together."""
-N_TOLD = 8
-"""Moves of one slot that a log line or an error tells."""
-N_SHOWN = 64
-"""Moves of one slot that ``colibri ram --slot`` shows."""
-
-
-class SlotState(IntEnum):
-    """What a slot is to the store; every slot is in one of these states at any time::
-
-        ABSENT ◄── shrunk, grown ──► FREE ◄── evicted, or a read that failed ── all below
-
-        FREE ── wanted ───► AWAITED ─── landed ───► HELD ◄── wanted, let go ──► RESIDENT
-                             │   ▲                  ▲  ▲                           ▲
-                    abandoned│   │wanted            │  │                           │
-                             ▼   │                  │  │                           │
-        FREE ── filled ───► FILLING ── landed ──────│──│───────────────────────────┘
-                                                    │  └────── wanted ─────────┐
-                                                    │wanted                    │
-        FREE ── guessed ──► GUESSING ─ landed ──► GUESSED ── passed by ──► STALE
-                             │   │
-                             │   └─ wanted ─────► AWAITED
-                             └──── called off ──► CANCELLED ── ended ──► FREE
-
-    A slot beyond the capacity (``is_leaving``) becomes ABSENT where it would have become FREE or RESIDENT. What an earlier
-    process left whole begins as RESIDENT.
-    """
-
-    ABSENT = 0
-    """beyond the capacity: it has no memory"""
-    FREE = 1
-    """it has memory and no expert"""
-    FILLING = 2
-    """being read, and nobody waits for it: for a free slot, or for a visit that was abandoned"""
-    AWAITED = 3
-    """being read, and the visit waits for it"""
-    GUESSING = 4
-    """being read on a guess that nobody has asked for"""
-    CANCELLED = 5
-    """its read was called off but may still be writing: nobody finds an expert here"""
-    RESIDENT = 6
-    """an expert that nobody uses at the moment: who must leave is chosen among these"""
-    HELD = 7
-    """an expert that the visit works with"""
-    GUESSED = 8
-    """an expert that was guessed; its layer is still to come"""
-    STALE = 9
-    """an expert that was guessed and that its layer did not want: the first to leave"""
-
-
-ABSENT, FREE, FILLING, AWAITED, GUESSING, CANCELLED, RESIDENT, HELD, GUESSED, STALE = SlotState
-
-NEXT: Mapping[SlotState, frozenset[SlotState]] = {
-    ABSENT: frozenset({FREE}),
-    FREE: frozenset({ABSENT, FILLING, AWAITED, GUESSING, RESIDENT}),
-    FILLING: frozenset({AWAITED, RESIDENT, FREE, ABSENT}),
-    AWAITED: frozenset({HELD, FILLING, FREE, ABSENT}),
-    GUESSING: frozenset({AWAITED, GUESSED, CANCELLED, FREE, ABSENT}),
-    CANCELLED: frozenset({FREE, ABSENT}),
-    RESIDENT: frozenset({HELD, FREE, ABSENT}),
-    HELD: frozenset({RESIDENT, ABSENT}),
-    GUESSED: frozenset({HELD, STALE, FREE, ABSENT}),
-    STALE: frozenset({HELD, FREE, ABSENT}),
-}
-"""The arrows of the drawing."""
-_ALLOWED = [sum(1 << to for to in NEXT[state]) for state in SlotState]
-
-READING = frozenset({FILLING, AWAITED, GUESSING, CANCELLED})
-"""A read fills the slot."""
-BUSY = READING | {HELD}
-"""The slot can't be had at once."""
-_GUESSES = (GUESSING, GUESSED, STALE)
-_FINDABLE = frozenset(SlotState) - {ABSENT, FREE, CANCELLED}
 
 
 class Tier(NamedTuple):
@@ -122,7 +64,7 @@ class Slot:
     @property
     def is_guess(self) -> bool:
         """It has an expert that nobody has asked for since it was guessed."""
-        return self.state in _GUESSES
+        return self.state in GUESSES
 
 
 class Taken(NamedTuple):
@@ -165,7 +107,7 @@ class SlotTable:
         self.stimulus = 0
         self.cause: Event | None = None
         """What moves slots at the moment, for their stories."""
-        self._moves: deque[tuple[int, Event | None, int, SlotState, Key | None]] = deque(maxlen=N_MOVES)
+        self._stories = Stories()
 
     # -- questions -------------------------------------------------------------------------------------------
 
@@ -504,21 +446,14 @@ class SlotTable:
     # -- moves, stories, invariants --------------------------------------------------------------------------
 
     def _move(self, slot: Slot, to: SlotState) -> None:
-        if not _ALLOWED[slot.state] >> to & 1:
+        if not ALLOWED[slot.state] >> to & 1:
             raise self.fault(slot, f"it can't become {to.name}")
         slot.state = to
-        self._moves.append((self.stimulus, self.cause, slot.index, to, slot.key))
+        self._stories.add((self.stimulus, self.cause, slot.index, to, slot.key))
 
     def story(self, index: int) -> list[str]:
         """What led to the slot's state, the oldest first, a line each, as far as it is remembered."""
-        now_ns = self.cause.now_ns if self.cause else 0
-        lines = []
-        for stimulus, cause, at, to, key in self._moves:
-            if at == index:
-                who = "" if key is None else f", expert {key[1]} of layer {key[0]}"
-                ago = f" {(now_ns - cause.now_ns) / 1e6:.3f} ms before" if cause else ""
-                lines.append(f"#{stimulus}{ago} {_name(cause)}: {to.name}{who}")
-        return lines
+        return self._stories.tell(index, self.cause.now_ns if self.cause else 0)
 
     def brief_story(self, index: int) -> str:
         """The end of the slot's story in one line."""
@@ -546,7 +481,7 @@ class SlotTable:
         story = self.brief_story(slot.index) or "nothing is remembered"
         return StoreError(
             f"Slot {slot.index} is {slot.state.name} with {slot.key} in generation {slot.generation}, and {what} "
-            f"(#{self.stimulus} {_name(self.cause)}); this is a fault. Its story: {story}"
+            f"(#{self.stimulus} {name_of(self.cause)}); this is a fault. Its story: {story}"
         )
 
     def check(self) -> None:
@@ -557,13 +492,13 @@ class SlotTable:
             has_key = slot.state is not ABSENT and slot.state is not FREE
             if (slot.key is not None) != has_key:
                 raise self.fault(slot, "that state and key do not go together")
-            if slot.state in _FINDABLE and self._of_key.get(slot.key) is not slot:  # type: ignore[arg-type]
+            if slot.state in FINDABLE and self._of_key.get(slot.key) is not slot:  # type: ignore[arg-type]
                 raise self.fault(slot, "its expert is not found there")
             if slot.is_leaving != (slot.index in self._leaving):
                 raise self.fault(slot, "whether it leaves is said in two ways")
             if slot.is_leaving and slot.state not in (FILLING, AWAITED, CANCELLED, HELD):
                 raise self.fault(slot, "it should have left")
-        n_findable = sum(len(of_state[state]) for state in _FINDABLE)
+        n_findable = sum(len(of_state[state]) for state in FINDABLE)
         lists = ((self._free, FREE), (self._absent, ABSENT))
         guesses = ((self._guessing, GUESSING), (self._guessed, GUESSED), (self._stale, STALE))
         for indices, state in (*lists, *guesses):
@@ -580,10 +515,3 @@ class SlotTable:
             raise self.fault(self._of_key[victim], "the policy would have it leave")
         if victim is None and of_state[RESIDENT] and not isinstance(self.policy, KeepAll):
             raise self.fault(self.slots[min(of_state[RESIDENT])], "the policy does not know it")
-
-
-def _name(cause: Event | None) -> str:
-    if cause is None:
-        return "start"
-    where = f" of step {cause.step} layer {cause.layer}" if isinstance(cause, ExpertsChosen | Hinted) else ""
-    return type(cause).__name__ + where

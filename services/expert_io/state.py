@@ -46,7 +46,8 @@ from services.expert_io.events import (
 )
 from services.expert_io.filling import Filling
 from services.expert_io.guessing import Guessing
-from services.expert_io.slots import AWAITED, CANCELLED, FILLING, HELD, READING, Slot, SlotTable, Tier
+from services.expert_io.slots import Slot, SlotTable, Tier
+from services.expert_io.states import AWAITED, CANCELLED, FILLING, HELD, READING
 from services.expert_io.visit import Visit
 from shared.errors import StoreError
 from shared.experts.residency import POLICIES, KeepAll, Key, make_policy

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from services.expert_io.slots import AWAITED, HELD, RESIDENT, Slot, SlotTable, Taken
+from services.expert_io.slots import Slot, SlotTable, Taken
+from services.expert_io.states import AWAITED, HELD, RESIDENT
 from shared.errors import StoreError
 from shared.experts.residency import Key, passing_limit
 

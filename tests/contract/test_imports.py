@@ -35,6 +35,8 @@ PURE = {
     "services/expert_io/pilot.py",
     "services/expert_io/slots.py",
     "services/expert_io/state.py",
+    "services/expert_io/states.py",
+    "services/expert_io/stories.py",
     "services/expert_io/visit.py",
     "services/gateway/requests.py",
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.expert_io.slots import SlotState
+from services.expert_io.states import SlotState
 from shared.container.reader import Container
 from shared.errors import SchemaError
 from shared.messages.drafter import EmbedReady

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from services.expert_io.slots import NEXT, READING, Slot, SlotState, SlotTable, Tier
+from services.expert_io.slots import Slot, SlotTable, Tier
+from services.expert_io.states import NEXT, READING, SlotState
 from services.expert_io.visit import Visit
 from shared.errors import StoreError
 from shared.experts.residency import POLICIES, KeepAll, passing_limit
@@ -428,11 +429,12 @@ def test_stories_are_of_one_slot_and_remember_a_bounded_past() -> None:
     rng = random.Random(0)
     for step in range(3000):
         drive(begin(table, step, 0, [step % 5]), table, rng)
-    assert len(table._moves) == table._moves.maxlen
+    moves = table._stories.moves
+    assert len(moves) == moves.maxlen
     for slot in table.slots:
         story = table.story(slot.index)
         assert story and story[-1].split(": ")[1].startswith(slot.state.name)
-        assert len(table.story(slot.index)) < len(table._moves)
+        assert len(table.story(slot.index)) < len(moves)
 
 
 def test_a_slot_is_described_by_its_number_or_its_expert() -> None:

@@ -10,8 +10,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from services.expert_io import events as e
-from services.expert_io.slots import SlotState, Tier
+from services.expert_io.slots import Tier
 from services.expert_io.state import StoreFacts, StoreState
+from services.expert_io.states import SlotState
 from services.expert_io.visit import Visit
 from shared.errors import ErrorCode, StoreError
 from shared.experts.residency import POLICIES, Key
