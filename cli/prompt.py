@@ -5,9 +5,7 @@ Used by ``colibri run``, ``chat`` and ``profile``.
 
 from __future__ import annotations
 
-import os
 import select
-import stat
 import sys
 from typing import Any
 
@@ -41,8 +39,6 @@ def _read_input() -> str:
     if sys.stdin is None:
         return ""
     fd = sys.stdin.fileno()
-    if stat.S_ISDIR(os.fstat(fd).st_mode):
-        raise click.UsageError("standard input is a directory; give a file")
     _say_what_is_waited_for(fd)
     data = sys.stdin.buffer.read(MAX_INPUT_BYTES + 1)
     if len(data) > MAX_INPUT_BYTES:

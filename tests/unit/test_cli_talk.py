@@ -248,28 +248,6 @@ def test_the_argument_and_what_is_piped_in_are_joined(gateway: GatewayProcess, r
     assert [submit.prompt for submit in router.submits] == [None, "say it", None]
 
 
-def test_input_that_does_not_end_is_said_and_input_without_end_refused(
-    gateway: GatewayProcess, router: FakeRouter
-) -> None:
-    reading, writing = os.pipe()
-    with os.fdopen(writing, "wb") as pipe:
-        run = subprocess.Popen(
-            [sys.executable, "-m", "cli.main", "run", "--url", gateway.url, "say it"],
-            stdin=reading, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
-        )  # fmt: skip
-        os.close(reading)
-        assert run.stderr is not None
-        assert b"waiting for text on standard input (add </dev/null" in run.stderr.readline()
-        pipe.write(b"late")
-    assert run.communicate(timeout=30)[0] == b"it\n\nlate\n"
-    with open("/dev/zero", "rb") as zeros:
-        endless = subprocess.run(
-            [sys.executable, "-m", "cli.main", "run", "x"], stdin=zeros, capture_output=True, cwd=ROOT, timeout=60
-        )
-    assert endless.returncode == 2
-    assert b"standard input has more than" in endless.stderr
-
-
 def test_a_closed_input_is_no_traceback(gateway: GatewayProcess, router: FakeRouter) -> None:
     command = f"exec {sys.executable} -m cli.main {{}} --url {gateway.url} {{}} <&-"
     run, chat, empty = (

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
+import click
 import pytest
 
+from cli import prompt
 from cli.main import main
 from deploy.up import _check_combination, make_parser
 from shared.errors import ConfigError
@@ -97,3 +101,27 @@ def exit_code(*args: str) -> int:
     with pytest.raises(SystemExit) as ended:
         main(list(args))
     return int(ended.value.code or 0)
+
+
+def test_input_that_does_not_end_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    said: list[str] = []
+
+    def complain(text: str) -> None:
+        said.append(text)
+        os.write(writing, b"late\n")
+        os.close(writing)
+
+    monkeypatch.setattr(prompt, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(prompt, "complain", complain)
+    with os.fdopen(reading) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert prompt.read_prompt("say") == "say\n\nlate"
+    assert "waiting for text on standard input (add </dev/null" in said[0]
+
+
+def test_input_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/zero") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(click.UsageError, match="has more than"):
+            prompt.read_prompt("say")
