@@ -29,6 +29,9 @@ from shared.files import open_file, read_file, strict_json
 FP8_BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"
 _INDEX_FILE = "model.safetensors.index.json"
+BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
+FP4_GROUP = 32
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _DTYPES = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16, "F8_E4M3": np.uint8}
 _INDEX_LIMIT_BYTES = 32 << 20
 _PIECE_BYTES = 16 << 20
@@ -158,7 +161,9 @@ class Checkpoint:
                 raise _has_changed(str(path))
 
     def parts_of(self, name: str) -> list[str]:
-        """The tensor, and its scales if it has any."""
+        """The tensors in the shards that hold it: itself, with its scales if it has any, or an MXFP4 tensor's two."""
+        if self._is_mxfp4(name):
+            return [name + BLOCKS_SUFFIX, name + SCALES_SUFFIX]
         scale = name + SCALE_SUFFIX
         return [name, scale] if scale in self.tensors else [name]
 
@@ -170,11 +175,16 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
 
+    def _is_mxfp4(self, name: str) -> bool:
+        return name not in self.tensors and name + BLOCKS_SUFFIX in self.tensors
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors[name].entry.shape
 
     def require(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """Checks that a tensor is there with this shape and a readable dtype; returns the names it consumes."""
+        if self._is_mxfp4(name):
+            return self._require_mxfp4(name, shape)
         if name not in self.tensors:
             raise ContainerError(
                 f"{self.directory} has no tensor {self.prefix + name!r}, which its config.json calls for. "
@@ -214,6 +224,8 @@ class Checkpoint:
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> F32:
         """Rows ``start`` .. ``stop`` as f32, dequantised: f32[rows, in], or f32[n] of a vector."""
+        if self._is_mxfp4(name):
+            return self._mxfp4_rows(name, start, stop)
         entry = self.tensors[name].entry
         stop = entry.shape[0] if stop is None else min(stop, entry.shape[0])
         raw = self._read(name, start, stop)
@@ -230,13 +242,38 @@ class Checkpoint:
             values[max(block * FP8_BLOCK - start, 0) : (block + 1) * FP8_BLOCK - start] *= columns[block - first]
         return values
 
+    def _require_mxfp4(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        parts = self.parts_of(name)
+        groups = (*shape[:-1], -(-shape[-1] // FP4_GROUP))
+        for part, wanted in zip(parts, ((*groups, FP4_GROUP // 2), groups)):
+            if part not in self.tensors:
+                raise ContainerError(f"{self.directory} has no tensor {self.prefix + part!r}. Complete the checkpoint.")
+            entry = self.tensors[part].entry
+            if (entry.dtype, entry.shape) != ("U8", wanted) or shape[-1] % FP4_GROUP:
+                raise ContainerError(
+                    f"{self.where(part)} is {entry.dtype} {list(entry.shape)}, config.json calls for U8 {list(wanted)} (MXFP4, "
+                    f"groups of {FP4_GROUP}). Use the config.json and the weights of the same model."
+                )
+        return parts
+
+    def _mxfp4_rows(self, name: str, start: int, stop: int | None) -> F32:
+        """Entries ``start`` .. ``stop`` of the first dimension: nibbles, the lower first, times a power of two per group."""
+        blocks_name, scales_name = self.parts_of(name)
+        n = self.tensors[blocks_name].entry.shape[0]
+        stop = n if stop is None else min(stop, n)
+        blocks, scales = self._read(blocks_name, start, stop), self._read(scales_name, start, stop)
+        plain = _FP4[np.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1)]
+        with np.errstate(over="ignore"):  # 2^128: whoever packs it says so
+            values: F32 = np.ldexp(plain.reshape(*scales.shape, FP4_GROUP), scales.astype(np.int32)[..., None] - 127)
+        return values.reshape(*scales.shape[:-1], -1)
+
     def row_chunks(self, name: str, n_rows: int) -> Iterator[F32]:
         for start in range(0, self.shape(name)[0], n_rows):
             yield self.rows(name, start, start + n_rows)
 
     def _read(self, name: str, start: int, stop: int) -> Any:
         entry = self.tensors[name].entry
-        data = np.empty((stop - start, *entry.shape[1:]), _DTYPES[entry.dtype])
+        data = np.empty((stop - start, *entry.shape[1:]), np.uint8 if entry.dtype == "U8" else _DTYPES[entry.dtype])
         row_bytes = entry.n_bytes // entry.shape[0]
         self._fill(name, memoryview(data.reshape(-1).view(np.uint8).data), entry.offset + start * row_bytes)
         return data

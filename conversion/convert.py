@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from conversion.checkpoint import Checkpoint
+from conversion.checkpoint import BLOCKS_SUFFIX, SCALE_SUFFIX, SCALES_SUFFIX, Checkpoint
 from conversion.layouts import find_foreign
 from conversion.writer import ContainerWriter, Evidence
 from native.matrix import TILE_ROWS
@@ -37,7 +37,7 @@ from shared.container.recognise import why_no_checkpoint
 from shared.errors import ConfigError, ContainerError
 from shared.files import read_file
 from shared.model.config_reader import read_json, without_mtp
-from shared.model.families import source_name
+from shared.model.families import expert_source, source_name
 from shared.model.spec import ModelSpec
 from shared.model.tensors import Source
 
@@ -95,6 +95,7 @@ class Conversion:
             config = without_mtp(read_json(source / "config.json"))
             self.copied["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
         self.checkpoint = Checkpoint.open(source)
+        self._digests: dict[tuple[str, ...], str] = {}
         self._refuse_foreign_layouts()
         self._check_tensors()
 
@@ -113,9 +114,9 @@ class Conversion:
     @property
     def n_parameters(self) -> int:
         return sum(
-            int(np.prod(tensor.entry.shape, dtype=np.int64))
+            int(np.prod(tensor.entry.shape, dtype=np.int64)) * (2 if name.endswith(BLOCKS_SUFFIX) else 1)
             for name, tensor in self.checkpoint.tensors.items()
-            if not name.endswith("_scale_inv")
+            if not name.endswith((SCALE_SUFFIX, SCALES_SUFFIX))
         )
 
     def describe(self) -> str:
@@ -166,12 +167,16 @@ class Conversion:
         if isinstance(source, DenseItem):
             named = [self._source(source).name]
         else:
-            named = [name for name, _ in self._expert_sources(*source)]
+            named = [part.name for part in self._expert_sources(*source)]
         names = [part for name in named for part in self.checkpoint.parts_of(name)]
         state = self.checkpoint.state_of(names)
         if earlier and earlier.state and earlier.state == state:
             return earlier
-        return Evidence(self.checkpoint.digest(names), state)
+        # Several experts may lie in one tensor: it is hashed once.
+        digest = self._digests.get(tuple(names)) or self.checkpoint.digest(names)
+        if not isinstance(source, DenseItem):
+            self._digests = {tuple(names): digest}
+        return Evidence(digest, state)
 
     # ---- checks ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +208,9 @@ class Conversion:
             yield from (self._source(item).name for item in file.items)
         for layer in self.plan.experts:
             for expert in range(layer.n_experts):
-                yield from (name for name, _ in self._expert_sources(layer, expert))
+                sources = self._expert_sources(layer, expert)
+                if expert == 0 or sources[0].index is None:
+                    yield from (name for part in sources for name in self.checkpoint.parts_of(part.name))
 
     def _is_mtp(self, name: str) -> bool:
         return name.startswith((f"model.layers.{self.spec.mtp_layer}.", "mtp."))
@@ -223,8 +230,8 @@ class Conversion:
                 used.update(self._require(source.name, source.shape))
         for layer in self.plan.experts:
             for expert in range(layer.n_experts):
-                for name, shape in self._expert_sources(layer, expert):
-                    used.update(self._require(name, shape))
+                for part in self._expert_sources(layer, expert):
+                    used.update(self._require(part.name, part.shape))
         self._check_copies(used)
         unknown = sorted(name for name in set(names) - used if not self._is_ignored(name))
         if unknown and not self.spec.n_mtp and all(map(self._is_mtp, unknown)):
@@ -315,16 +322,25 @@ class Conversion:
 
     def expert_matrices(self, layer: ExpertFilePlan, expert: int) -> Iterator[tuple[str, F32]]:
         """(name, values f32[out, in]) of an expert's gate, up and down projection, unrounded."""
-        for name, _ in self._expert_sources(layer, expert)[:3]:
-            yield name, self.checkpoint.rows(name)
+        for source in self._expert_sources(layer, expert)[:3]:
+            yield source.name, self._values(source)
 
     def expert_biases(self, layer: ExpertFilePlan, expert: int) -> Iterator[tuple[str, F32]]:
         """(name, values f32[out]) of their biases, if there are any. ContainerError when a value is not finite."""
-        for name, _ in self._expert_sources(layer, expert)[3:]:
-            values = self.checkpoint.rows(name)
+        for source in self._expert_sources(layer, expert)[3:]:
+            values = self._values(source)
             if not np.isfinite(values).all():
-                raise ContainerError(f"{self.source}: tensor {name!r} can't be converted: a value is NaN or infinite.")
-            yield name, values
+                raise ContainerError(
+                    f"{self.source}: tensor {source.name!r} can't be converted: a value is NaN or infinite."
+                )
+            yield source.name, values
+
+    def _values(self, source: Source) -> F32:
+        """A whole tensor, or its rows that belong to one expert."""
+        if source.index is None:
+            return self.checkpoint.rows(source.name)
+        values: F32 = self.checkpoint.rows(source.name, source.index, source.index + 1)[0]
+        return np.ascontiguousarray(values[source.start :: source.step])
 
     def _make_dense(self, item: DenseItem) -> Iterator[Any]:
         pieces = self.dense_pieces(item)
@@ -350,16 +366,16 @@ class Conversion:
             rows = self.checkpoint.rows(source.name, start, start + source.n_rows)
             yield np.ascontiguousarray(rows.T) if source.is_transposed else rows
 
-    def _expert_sources(self, layer: ExpertFilePlan, expert: int) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the three matrices, then of their biases."""
+    def _expert_sources(self, layer: ExpertFilePlan, expert: int) -> list[Source]:
+        """Of the three matrices, then of their biases."""
         inner, hidden = layer.layout.inner, layer.layout.hidden
         parts: list[tuple[str, tuple[int, ...]]] = [
             ("gate_proj.weight", (inner, hidden)), ("up_proj.weight", (inner, hidden)), ("down_proj.weight", (hidden, inner)),
         ]  # fmt: skip
         names = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")
         parts += [(name, (width,)) for name, width in zip(names, layer.layout.bias_widths)]
-        prefix = layer.tensor_name(expert)
-        return [(source_name(self.spec.family, f"{prefix}.{part}"), shape) for part, shape in parts]
+        place = (self.spec.family, layer.layer, expert, layer.n_experts)
+        return [expert_source(*place, part, shape) for part, shape in parts]
 
     def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> Any:
         layer, expert = source

@@ -17,6 +17,8 @@ F32 = NDArray[np.float32]
 class Source(msgspec.Struct, frozen=True):
     """The checkpoint tensor that something is made from, under its name in the container's spelling.
 
+    ``index``: only this entry of its first dimension counts, and of that every ``step``-th row from ``start`` on.
+
     ``n_rows`` = 0: the whole tensor. Else matrix ``i`` of a stack is rows ``i * stride + start`` .. ``+ n_rows`` of it,
     transposed if ``is_transposed``.
     """
@@ -27,6 +29,8 @@ class Source(msgspec.Struct, frozen=True):
     stride: int = 0
     n_rows: int = 0
     is_transposed: bool = False
+    index: int | None = None
+    step: int = 1
 
 
 class PlannedTensor(msgspec.Struct, frozen=True):

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,13 @@ from tests.oracle import (
     MTP_ORACLES,
     ORACLES,
     PRECISIONS,
+    Raw,
     convert_oracle,
     oracle_array,
     oracle_dir,
     read_tensors,
 )
+from tests.reference.gqa_moe import FP4
 from tests.reference.mla_moe import Reference, Weights, plain_values
 
 ATOL = 2e-3
@@ -43,7 +46,10 @@ def source_values(name: str) -> dict[str, np.ndarray]:
     table = np.array([e4m3(i) if i & 127 != 127 else np.nan for i in range(256)], np.float32)
     values: dict[str, np.ndarray] = {}
     for key, (dtype, shape, data) in raw.items():
-        if key.endswith("_scale_inv"):
+        if key.endswith(("_scale_inv", "_scales")):
+            continue
+        if key.endswith("_blocks"):
+            values[key.removesuffix("_blocks")] = mxfp4(raw, key)
             continue
         if dtype == "BF16":
             value = (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
@@ -60,6 +66,23 @@ def source_values(name: str) -> dict[str, np.ndarray]:
             value = value * scale[rows // 128, columns // 128]
         values[key] = value
     return values
+
+
+def mxfp4(raw: dict[str, Raw], key: str) -> np.ndarray:
+    """Nibbles, the lower first; groups of 32 share an exponent."""
+    (_, shape, blocks), (_, _, scales) = raw[key], raw[key.replace("_blocks", "_scales")]
+    nibbles = [part for byte in blocks for part in (byte & 15, byte >> 4)]
+    plain = FP4[nibbles].reshape(-1, 32) * 2.0 ** (np.frombuffer(scales, np.uint8).astype(float) - 127)[:, None]
+    return plain.astype(np.float32).reshape(*shape[:-2], -1)
+
+
+def expert_part(family: str, layer: int, expert: int, part: str, kind: str) -> tuple[str, Any]:
+    """(the checkpoint's tensor, which of it) of a projection's "weight" or "bias"."""
+    if family == "gpt_oss":
+        suffix = "_bias" if kind == "bias" else ""
+        fused = f"model.layers.{layer}.mlp.experts.{'down' if part == 'down' else 'gate_up'}_proj{suffix}"
+        return fused, (expert, {"gate": slice(0, None, 2), "up": slice(1, None, 2), "down": slice(None)}[part])
+    return source_name(family, f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.{kind}"), ...
 
 
 def quantised(value: np.ndarray, fmt: str) -> np.ndarray:
@@ -121,9 +144,13 @@ def test_container_holds_every_weight(converted: Converted, name: str, precision
     for layer in spec.moe_layers:
         for expert in range(spec.n_experts):
             for matrix, part in zip(weights.expert(layer, expert), ("gate", "up", "down"), strict=True):
-                key = source_name(spec.family, f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight")
+                key, which = expert_part(spec.family, layer, expert, part, "weight")
                 fmt = formats["mtp" if layer == spec.mtp_layer else "expert"]
-                assert np.array_equal(matrix.astype(np.float32), quantised(source[key], fmt)), key
+                assert np.array_equal(matrix.astype(np.float32), quantised(source[key][which], fmt)), key
+                used.add(key)
+            for bias, part in zip(weights.biases(layer, expert), ("gate", "up", "down")):
+                key, which = expert_part(spec.family, layer, expert, part, "bias")
+                assert np.array_equal(bias.astype(np.float32), source[key][which]), key
                 used.add(key)
     copies = {f"model.layers.{spec.mtp_layer}.{part}" for part in ("embed_tokens.weight", "shared_head.head.weight")}
     assert set(source) - used <= copies

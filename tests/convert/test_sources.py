@@ -562,3 +562,35 @@ def test_config_that_calls_for_more_than_there_can_be(small: Any, tmp_path: Path
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 500 << 20
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change", "words"),
+    [
+        ("scales", None, ("down_proj_scales", "Complete")),
+        ("scales", ("U8", (16, 96, 3), b"\x7f" * (16 * 96 * 3)), ("down_proj_scales", "[16, 96, 2]")),
+        ("blocks", ("U8", (16, 96, 2, 8), bytes(16 * 96 * 16)), ("down_proj_blocks", "[16, 96, 2, 16]")),
+    ],
+)
+def test_mxfp4_whose_parts_do_not_fit_is_refused(
+    suffix: str, change: Raw | None, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    tensors = read_tensors(oracle_dir("gpt_oss"))
+    name = f"model.layers.1.mlp.experts.down_proj_{suffix}"
+    tensors.pop(name)
+    if change:
+        tensors[name] = change
+    source = write_checkpoint(tmp_path / "source", oracle_config("gpt_oss"), {"model.safetensors": tensors})
+    with pytest.raises(ContainerError) as caught:
+        Conversion(source, "f32")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_an_endless_mxfp4_scale_is_refused(tmp_path: Path) -> None:
+    tensors = read_tensors(oracle_dir("gpt_oss"))
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    dtype, shape, data = tensors[name]
+    tensors[name] = (dtype, shape, b"\xff" * len(data))
+    source = write_checkpoint(tmp_path / "source", oracle_config("gpt_oss"), {"model.safetensors": tensors})
+    with pytest.raises(ContainerError, match=r"down_proj.*NaN or infinite"):
+        Conversion(source, "f32").run(tmp_path / "out")

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shared.container.plain import dense_values, expert_values
+from shared.container.plain import dense_values, expert_biases, expert_values
 from shared.container.reader import Container, Tensor, aligned_buffer
 from shared.model.attention.grouped import Grouped
 from shared.model.attention.latent import Indexer
+from shared.model.inner import Inner
 from shared.model.rope import Rope
 from shared.model.spec import ModelSpec
-from tests.reference.gqa_moe import Attention, attention, softmax
+from tests.reference.gqa_moe import Attention, attention, gelu, softmax
 
 F64 = npt.NDArray[np.float64]
 
@@ -50,6 +51,20 @@ class Weights:
             self._cache[layer, expert] = tuple(m.astype(np.float64) for m in matrices)
         found: tuple[F64, F64, F64] = self._cache[layer, expert]
         return found
+
+    def biases(self, layer: int, expert: int) -> tuple[F64, ...]:
+        """Of gate, up and down; empty when the experts have none."""
+        found = expert_biases(self._container.read_expert(layer, expert), self._container.experts[layer].layout)
+        return tuple(bias.astype(np.float64) for bias in found)
+
+
+def inner_values(inner: Inner, gate: F64, up: F64) -> F64:
+    """What the down projection is given."""
+    if inner.function in ("clamped", "swiglu"):
+        gate, up = np.minimum(gate, inner.limit), np.clip(up, -inner.limit, inner.limit)
+    if inner.function == "swiglu":
+        return (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+    return (gelu(gate) if inner.function == "gelu" else _silu(gate)) * up
 
 
 def plain_values(tensor: Tensor) -> npt.NDArray[np.float32]:
@@ -213,13 +228,17 @@ class Reference:
         for row, (ids, weights) in enumerate(self.route(layer, h)):
             for expert, weight in zip(ids, weights):
                 gate, up, down = self.w.expert(layer, int(expert))
-                out[row] += weight * (down @ (_silu(gate @ h[row]) * (up @ h[row])))
+                on_gate, on_up, on_down = self.w.biases(layer, int(expert)) or (0.0, 0.0, 0.0)
+                a = inner_values(self.spec.inner, gate @ h[row] + on_gate, up @ h[row] + on_up)
+                out[row] += weight * (down @ a + on_down)
         return out
 
     def route(self, layer: int, h: F64) -> list[tuple[npt.NDArray[np.int64], F64]]:
         """(expert ids ascending, their weights) for each row."""
         spec, p = self.spec, f"model.layers.{layer}.mlp.gate."
         z = h @ self.w[p + "weight"].T
+        if p + "bias" in self.w:
+            z = z + self.w[p + "bias"]
         score = softmax(z) if spec.gate.scoring == "softmax" else 1.0 / (1.0 + np.exp(-z))
         bias = p + "e_score_correction_bias"
         choice = score + self.w[bias] if bias in self.w else score

@@ -187,6 +187,12 @@ def test_what_grouped_families_differ_in() -> None:
     gates = [ModelSpec.from_config(oracle_config(name)).gate for name in ("qwen3_moe", "olmoe", "mixtral", "glm4_moe")]
     assert [gate.scoring for gate in gates] == ["softmax"] * 3 + ["sigmoid"]
     assert [gate.norm_topk for gate in gates] == [True, False, True, True]
+    gpt = ModelSpec.from_config(oracle_config("gpt_oss"))
+    assert [layer.window for layer in gpt.attention] == [8, 0, 8, 0]
+    assert all(layer.has_sinks and layer.has_output_bias for layer in gpt.attention)
+    assert not gpt.attention[0].rope.yarn_truncate
+    assert math.isclose(gpt.attention[0].rope.amplitude, 0.1 * math.log(4) + 1)
+    assert (gpt.inner.function, gpt.inner.limit, gpt.gate.has_logit_bias) == ("swiglu", 7.0, True)
     some_dense = ModelSpec.from_config(oracle_config("qwen3_moe") | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert some_dense.layer_kinds == ("dense", "moe", "dense", "dense")
     assert some_dense.dense_inner == 160
@@ -212,6 +218,9 @@ def test_what_grouped_families_differ_in() -> None:
             ("partial_rotary_factor",),
         ),
         ("glm4_moe", {"scoring_func": "softmax"}, ("scoring_func",)),
+        ("gpt_oss", {"layer_types": ["sliding_attention"] * 3}, ("layer_types", "4 values")),
+        ("gpt_oss", {"sliding_window": None}, ("sliding_window",)),
+        ("gpt_oss", {"attention_bias": False}, ("attention_bias",)),
     ],
 )
 def test_contradictions_of_grouped_families_are_refused(
@@ -242,7 +251,7 @@ def test_absurd_value_is_refused(key: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt_oss"}, ("gpt_oss", "glm_moe_dsa")),
+        ({"model_type": "gpt_neo"}, ("gpt_neo", "glm_moe_dsa")),
         ({"model_type": None}, ("model_type",)),
         ({"model_type": ["x"]}, ("model_type",)),
         ({"attention_bias": True}, ("attention_bias",)),

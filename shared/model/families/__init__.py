@@ -1,8 +1,8 @@
 """The model families, one module each, named like ``model_type`` in ``config.json``.
 
 A family's module maps config.json to a ``ModelSpec`` (``spec``) and says under which names its checkpoints have the
-tensors, where they differ from ours (``source_name``). Nothing else in the engine knows a family. A new one is a new file
-here.
+tensors, where they differ from ours (``source_name``, ``expert_source``). Nothing else in the engine knows a family. A
+new one is a new file here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shared.errors import ConfigError
+from shared.model.tensors import Source
 
 if TYPE_CHECKING:
     from shared.model.config_reader import ConfigReader
@@ -41,6 +42,15 @@ def module(model_type: Any) -> Family:
         )
     found: Any = importlib.import_module(f"{__name__}.{model_type}")
     return found  # type: ignore[no-any-return]
+
+
+def expert_source(family: str, layer: int, expert: int, n_experts: int, part: str, shape: tuple[int, ...]) -> Source:
+    """What a checkpoint of ``family`` has of an expert. ``part``: "gate_proj.weight", "up_proj.bias", ... of this shape."""
+    own = getattr(module(family), "expert_source", None)
+    if own:
+        found: Source = own(layer, expert, n_experts, part, shape)
+        return found
+    return Source(source_name(family, f"model.layers.{layer}.mlp.experts.{expert}.{part}"), shape)
 
 
 def source_name(family: str, name: str) -> str:
