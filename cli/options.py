@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,9 @@ from shared.messages.router import MAX_TEMPERATURE, SEED_RANGE
 from shared.run.config import Settings
 from shared.run.settings import declared
 from shared.run.sizes import parse_bytes
+
+NAME_MAX, PATH_MAX = 255, 4095
+"""Bytes. Where a file system allows less, it says so itself."""
 
 
 class FiniteRange(click.FloatRange):
@@ -33,6 +37,9 @@ class GivenPath(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value):
             self.fail("it is empty; give a path.", param, ctx)
+        parts = os.fsencode(str(value)).split(b"/")
+        if max(map(len, parts)) > NAME_MAX or sum(map(len, parts)) + len(parts) > PATH_MAX:
+            self.fail(f"it is longer than a path may be ({NAME_MAX} bytes a name, {PATH_MAX} in all).", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -94,7 +94,9 @@ class Client:
         try:
             parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
             port = parts.port
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if parts.scheme not in ("http", "https") or not parts.hostname or not parts.netloc.isprintable():
+                raise ValueError
+            if " " in parts.netloc or not parts.hostname.encode("idna"):
                 raise ValueError
         except ValueError:
             raise ConfigError(f"{url!r} is not the address of a server; it looks like http://127.0.0.1:8484") from None

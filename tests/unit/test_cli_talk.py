@@ -132,10 +132,28 @@ def test_a_server_that_is_not_there() -> None:
     assert colibri("run", "--url", "ftp://x", "x").returncode == 78
 
 
-@pytest.mark.parametrize("url", ["http://[::1", "http://127.0.0.1:99999", "ftp://127.0.0.1", "http://:80", ""])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::1",
+        "http://127.0.0.1:99999",
+        "ftp://127.0.0.1",
+        "http://:80",
+        "",
+        "http://a b",
+        "http://..",
+        "http://\x1bx",
+    ],
+)
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="is not the address of a server"):
         Client(url)
+
+
+def test_an_address_with_a_name_too_long_for_any_machine() -> None:
+    with pytest.raises(ConfigError, match="is not the address of a server"):
+        Client(f"http://{'a' * 64}.example")
+    assert Client("http://bücher.example:1").url == "http://bücher.example:1"
 
 
 def test_profile_needs_a_group(tmp_path: Path) -> None:
