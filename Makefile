@@ -7,7 +7,7 @@ PYTHON   ?= python3
 STAMP    := $(VENV)/.stamp
 KERNELS  := build/dev/.stamp
 NATIVE_SOURCES := $(shell find CMakeLists.txt native -name CMakeLists.txt -o -name '*.c' -o -name '*.h' 2>/dev/null)
-TESTS    ?= tests
+TESTS    ?=
 PROMPT   ?= Tell me a story about a small bird.
 PYTEST_ARGS ?=
 
@@ -38,11 +38,17 @@ $(KERNELS): $(NATIVE_SOURCES) | $(STAMP)
 run: $(STAMP) $(KERNELS) ## start the group on the embedded model, let it answer, show where the time went, stop
 	@$(VENV)/bin/colibri run --profile --run-dir .run $(if $(MODEL),--model "$(MODEL)") --max-tokens 300 "$(PROMPT)"
 
-test: $(STAMP) $(KERNELS) ## all tests
+# Tests without process groups share the processors; groups have the machine to themselves, one after the other.
+test: $(STAMP) $(KERNELS) ## all tests; TESTS="..." runs only those
+ifeq ($(TESTS),)
+	@$(PY) -m pytest -n auto --dist loadfile tests --ignore tests/group $(PYTEST_ARGS)
+	@$(PY) -m pytest tests/group $(PYTEST_ARGS)
+else
 	@$(PY) -m pytest $(TESTS) $(PYTEST_ARGS)
+endif
 
-test-all: $(STAMP) $(KERNELS) ## all tests, kernels at every size and on every emulated rung
-	@COLIBRI_TEST_ALL=1 $(PY) -m pytest $(TESTS) $(PYTEST_ARGS)
+test-all: export COLIBRI_TEST_ALL = 1
+test-all: test ## all tests, kernels at every size and on every emulated rung
 
 cross: $(STAMP) $(KERNELS) ## the kernels for aarch64, built by a cross compiler and tested under qemu-user
 	@$(PY) -m pytest -rs tests/checkasm/test_cross.py $(PYTEST_ARGS)
