@@ -14,7 +14,7 @@ import click
 from shared.errors import ConfigError
 from shared.messages.router import MAX_TEMPERATURE, SEED_RANGE
 from shared.run.config import Settings
-from shared.run.settings import declared
+from shared.run.settings import Declared, declared
 from shared.run.sizes import parse_bytes
 
 NAME_MAX, PATH_MAX = 255, 4095
@@ -80,15 +80,16 @@ PATH_TEXT = GivenPath()
 """The same as text, for what is handed on."""
 
 
+def declaration(name: str) -> Declared:
+    """Of the setting with this name."""
+    return next(each for each in declared(Settings) if each.name == name)
+
+
 def setting(name: str, flag: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """An option that is a setting of a group, as it is declared; ``load_settings`` checks its text."""
-    each = next(each for each in declared(Settings) if each.name == name)
-    return click.option(
-        flag or each.flag,
-        name,
-        metavar=each.metavar,
-        help=f"{each.setting.sentence[0].upper()}{each.setting.sentence[1:]}.",
-    )
+    each = declaration(name)
+    sentence = f"{each.setting.sentence[0].upper()}{each.setting.sentence[1:]}."
+    return click.option(flag or each.flag, name, metavar=each.metavar, help=sentence)
 
 
 MODEL = click.option(

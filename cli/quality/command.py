@@ -7,11 +7,11 @@ from pathlib import Path
 
 import click
 
-from cli.options import PATH
+from cli.options import PATH, declaration
 from cli.show import progress, show
-from shared.run.config import Settings
 from shared.run.terminal import say_json
 
+KV_DTYPE = declaration("kv_dtype")
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
@@ -35,7 +35,7 @@ _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS
 @click.option("--logits/--no-logits", "has_logits", default=True, help="Compare the logits.")
 @click.option("--worst", "n_worst", type=click.IntRange(min=0), default=10, show_default=True, metavar="N",
               help="List N tensors with the largest relative error.")  # fmt: skip
-@click.option("--kv-dtype", type=click.Choice(["bf16", "f32"]), default=Settings().kv_dtype, show_default=True,
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPE.words), default=KV_DTYPE.default, show_default=True,
               help="Precision of MODEL's KV cache.")  # fmt: skip
 @click.option("--threads", type=click.IntRange(1, 1024), default=1, show_default=True,
               help="Threads of each matrix product; more pay from hidden sizes of some thousand on.")  # fmt: skip
