@@ -90,6 +90,11 @@ class SchemaError(ColibriError):
     exit_code = EXIT_CONFIG
 
 
+def unknown_message(service: str, msg: object, sender: str) -> SchemaError:
+    """For the end of a service's ``handle``: what it declared to receive and what it handles have parted."""
+    return SchemaError(f"{service} got {type(msg).__name__} from {sender}, which it has no use for; this is a fault.")
+
+
 class ContainerError(ColibriError):
     """A model directory can't be used."""
 

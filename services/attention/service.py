@@ -16,7 +16,7 @@ from native.kernels import ffn_forward, linear, rmsnorm
 from native.library import NativeError, dispatch_text
 from services.attention.weights import DenseWeights
 from shared.container.layer_weights import attention_step
-from shared.errors import ErrorCode
+from shared.errors import ErrorCode, unknown_message
 from shared.memory.big_memory import Home
 from shared.memory.segments import KV
 from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned, StepPlan
@@ -90,8 +90,11 @@ class AttentionService(Service):
             except NativeError as error:
                 failed = LayerFailed(msg.step, self._spec.mtp_layer, (), ErrorCode.KERNEL_FAILED, str(error))
                 self._bus.post("router", failed)
-        elif isinstance(msg, StepAbandoned) and self._run and self._run.plan.step < msg.before:
-            self._run = None
+        elif isinstance(msg, StepAbandoned):
+            if self._run and self._run.plan.step < msg.before:
+                self._run = None
+        else:
+            raise unknown_message(self.name, msg, sender)
 
     def _help_drafter(self, msg: EmbedWanted | HeadWanted) -> None:
         frame = self._place.frame(msg.frame)

@@ -19,7 +19,7 @@ from native.library import NativeError, dispatch_text
 from native.sampling import sample
 from services.drafter.mtp import MtpLayer
 from shared.container.reader import Container
-from shared.errors import ErrorCode
+from shared.errors import ErrorCode, unknown_message
 from shared.memory.big_memory import Home
 from shared.memory.segments import MTP_KV
 from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned
@@ -99,6 +99,8 @@ class DrafterService(Service):
             elif isinstance(msg, StepAbandoned):
                 if draft and draft.wanted.step < msg.before:
                     self._draft = None
+            elif not isinstance(msg, (EmbedReady, Mixed, HeadReady)):
+                raise unknown_message(self.name, msg, sender)
             elif draft is None or msg.step != draft.step:
                 return
             elif isinstance(msg, EmbedReady) and draft.awaits is Awaits.EMBED:

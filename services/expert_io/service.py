@@ -44,7 +44,7 @@ from services.expert_io.history import History
 from services.expert_io.layer_work import LayerWork, SharedExperts
 from services.expert_io.state import StoreFacts, StoreState
 from shared.container.reader import Container
-from shared.errors import CapacityError
+from shared.errors import CapacityError, unknown_message
 from shared.memory.big_memory import Home
 from shared.messages.attention import StepAbandoned
 from shared.messages.control import Ram, RamWanted
@@ -148,8 +148,11 @@ class ExpertIoService(Service):
             self._on_wanted(msg)
         elif isinstance(msg, PilotHint):
             self._tell(Hinted(time.monotonic_ns(), msg.step, msg.layer, msg.experts, msg.signal))
-        elif isinstance(msg, StepAbandoned) and self._message and self._message.step < msg.before:
-            self._abandon()
+        elif isinstance(msg, StepAbandoned):
+            if self._message and self._message.step < msg.before:
+                self._abandon()
+        else:
+            raise unknown_message(self.name, msg, sender)
 
     def _on_hidden(self, msg: HiddenReady, sender: str) -> None:
         if self._message:

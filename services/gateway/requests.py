@@ -16,7 +16,7 @@ from enum import Enum
 
 import msgspec
 
-from shared.errors import ErrorCode
+from shared.errors import ErrorCode, unknown_message
 from shared.messages.base import Msg
 from shared.messages.gateway import FinishReason, GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
 from shared.messages.router import Abort, Submit
@@ -152,7 +152,8 @@ class RequestTable:
                 return out + self._unknown(msg, now)
             if entry.state is not EntryState.WAITING:
                 return out + self._advance(entry, msg, now)
-        return out
+            return out
+        raise unknown_message("gateway", msg, "router")
 
     def router_changed(self, incarnation: int, now: float) -> list[Instruction]:
         """The control plane says that a new router is there (it may not have spoken to us yet)."""

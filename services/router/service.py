@@ -43,7 +43,7 @@ from services.router.scheduler import Plan, Scheduler
 from services.router.sequences import Fault, Sequence
 from services.router.text_stream import PieceOf
 from shared.container.reader import Container
-from shared.errors import ErrorCode, Refused, SchemaError
+from shared.errors import ErrorCode, Refused, unknown_message
 from shared.memory.big_memory import Home
 from shared.memory.prompt_room import prompt_room_bytes
 from shared.memory.segments import TRACE
@@ -192,9 +192,7 @@ class RouterService(Service):
             self._carry_out(self._flights.failed(msg.step, msg.layer, msg.rows, Fault(msg.code, msg.message)))
             self._complete()
         else:
-            raise SchemaError(
-                f"router got {type(msg).__name__} from {sender}, which it has no use for; this is a fault."
-            )
+            raise unknown_message(self.name, msg, sender)
 
     def _on_submit(self, msg: Submit) -> None:
         if msg.router not in (0, self._ctx.incarnation):

@@ -16,6 +16,7 @@ from services.expert_io.states import SlotState
 from shared.container.reader import Container
 from shared.errors import SchemaError
 from shared.messages.drafter import EmbedReady
+from shared.messages.gateway import FinishReason, RequestDone
 from shared.messages.layer import Mixed
 from tests.oracle import oracle_array
 from tests.support.ring import Answer, Ring
@@ -262,9 +263,10 @@ def test_a_submission_to_a_dead_router_is_not_taken_by_the_next_one(converted: C
         assert ring.answers["r"].refused is None
 
 
-def test_a_message_that_is_not_for_the_router_is_an_error_that_says_so(converted: Converted, tmp_path: Path) -> None:
+@pytest.mark.parametrize("service", ["router", "attention", "expert_io", "drafter"])
+def test_an_unknown_message_is_an_error_that_says_so(service: str, converted: Converted, tmp_path: Path) -> None:
     with (
-        Ring(converted(NAME, "int4"), tmp_path) as ring,
-        pytest.raises(SchemaError, match="router got Mixed from expert_io"),
+        Ring(converted(NAME, "int4"), tmp_path, n_drafts=1) as ring,
+        pytest.raises(SchemaError, match=f"{service} got RequestDone from gateway"),
     ):
-        ring.services["router"].handle(Mixed(1, 2, 0), "expert_io")
+        ring.services[service].handle(RequestDone("r", FinishReason.STOP, 1, 1, ""), "gateway")
