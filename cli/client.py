@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from shared.awake import Countdown
 from shared.errors import ColibriError, ConfigError
 from shared.messages.control import ServiceState
 from shared.run.child import child_environment, python_command
@@ -25,6 +26,7 @@ from shared.run.config import GroupConfig, is_locked
 from shared.run.terminal import complain
 from shared.wire.endpoints import default_run_dir
 
+STOP_WAIT_S = 60.0
 START_WAIT_S = 600.0
 """How long a group that somebody else starts may take; a large model takes minutes."""
 
@@ -90,13 +92,13 @@ def open_session(
 
 def _await_group(directory: Path) -> tuple[GroupConfig, str] | None:
     """``find_group``, but a group that is still starting there is waited for."""
-    deadline = time.monotonic() + START_WAIT_S
+    limit = Countdown(START_WAIT_S)
     is_told = False
     while True:
         found = find_group(directory)
         if found is not None and _can_answer(found[0]):
             return found
-        if not is_locked(directory) or time.monotonic() > deadline:
+        if not is_locked(directory) or limit.is_over:
             return found
         if not is_told:
             complain(f"waiting for the group that is starting in {directory} ...")
@@ -169,11 +171,13 @@ def _stop_process(process: subprocess.Popen[bytes]) -> None:
     """The first SIGTERM lets it drain and stop; nothing of ours is running any more, so that is quick."""
     if process.poll() is None:
         process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait()
+        limit = Countdown(STOP_WAIT_S)
+        while not limit.is_over:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit.step_s)
+                return
+        process.terminate()
+        process.wait()
 
 
 class _StartFailed(ColibriError):

@@ -10,11 +10,17 @@ death. ``detach`` before the close means: go on alone.
 
 from __future__ import annotations
 
+import shared.run.first  # noqa: F401
+
+# isort: split
+
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +31,17 @@ from supervisor.states import ProcessStates, SupervisorStates, getProcessStateDe
 from supervisor.supervisord import Supervisor
 
 from deploy.rundir import SUPERVISOR_CONF_NAME, clean_run
+from deploy.supervisor_conf import INTERPRETER
+from shared.awake import AwakeClock
 from shared.machine.processes import process_line, process_start
 from shared.memory.segments import add_owner
 from shared.run.config import FROZEN_NAME, load_frozen
 from shared.run.running import PROCESSES_NAME, write_json
 
 START = b"start\n"
+POLL_LONGEST_S = 3.0
+"""Supervisor polls for a second at most; the rest is for a busy machine."""
+STOPPED_S = 4.0
 _HAS_PROCESS = (ProcessStates.STARTING, ProcessStates.RUNNING, ProcessStates.STOPPING)
 
 
@@ -54,16 +65,39 @@ class _Descriptor:
         raise
 
 
+class _Poller:
+    """Supervisor's poller, with a word before and after each poll; the first one does not wait, for nothing runs yet."""
+
+    def __init__(self, poller: Any, on_polled: Any) -> None:
+        self._poller = poller
+        self._on_polled = on_polled
+        self._is_first = True
+
+    def poll(self, timeout_s: float) -> Any:
+        found = self._poller.poll(0 if self._is_first else timeout_s)
+        self._is_first = False
+        self._on_polled()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._poller, name)
+
+
 class Keeper(Supervisor):  # type: ignore[misc]
-    """Supervisor that notices signals and ended children at once, follows its parent and writes down who runs."""
+    """Supervisor that starts its services at once, notices signals and ended children at once, follows its parent, writes down
+    who runs, and does not count the time in which it stood still itself."""
 
     def __init__(self, options: ServerOptions, run_dir: Path) -> None:
         super().__init__(options)
+        options.poller = _Poller(options.poller, self._on_polled)
         self._run_dir = run_dir
+        # Supervisor's limits are moments of this clock, which goes on while a machine is suspended.
+        self._awake = AwakeClock(POLL_LONGEST_S, time.time)
+        self._slept_s = 0.0
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._extra = {self._wake_read: _Descriptor(self._wake_read, self._on_wake), 0: _Descriptor(0, self._on_parent)}
         self._services: dict[str, dict[str, Any]] = {}
-        self._stopped_before: set[int] = set()
+        self._stopped_since: dict[int, float] = {}
 
     def runforever(self) -> None:
         # Python retries an interrupted poll, so without this a signal would wait for the poll's timeout of a second.
@@ -74,6 +108,18 @@ class Keeper(Supervisor):  # type: ignore[misc]
 
     def get_process_map(self) -> dict[int, Any]:
         return {**super().get_process_map(), **self._extra}
+
+    def _on_polled(self) -> None:
+        self._awake.now()
+        slept_s = self._awake.slept_s - self._slept_s
+        if slept_s:
+            self._slept_s = self._awake.slept_s
+            self.options.logger.warn(f"paused for {slept_s:.0f} s: limits count from now on")
+            self._stopped_since.clear()
+            for group in self.process_groups.values():
+                for process in group.processes.values():
+                    process.delay += slept_s if process.delay else 0.0
+                    process.laststart += slept_s if process.laststart else 0.0
 
     def _on_wake(self) -> None:
         os.read(self._wake_read, 512)
@@ -100,14 +146,20 @@ class Keeper(Supervisor):  # type: ignore[misc]
             )  # the next round of the loop starts it again (or ends): now, not in a second
 
     def _on_tick(self, _event: events.Tick5Event) -> None:
-        """A service that a signal has stopped for two ticks will not go on by itself. The router watches its peers more
+        """A service that a signal has stopped for so long will not go on by itself. The router watches its peers more
         closely, but nobody else watches the router."""
+        now = self._awake.now()
+        if self._awake.is_waking:
+            return
         stopped = {entry["pid"] for entry in self._services.values() if entry["pid"] and _is_stopped(entry["pid"])}
-        for pid in stopped & self._stopped_before:
-            self.options.logger.warn(f"process {pid} is stopped by a signal: killing it, so that it is started again")
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self._stopped_before = stopped
+        self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
+        for pid, since in self._stopped_since.items():
+            if now - since >= STOPPED_S:
+                self.options.logger.warn(
+                    f"process {pid} is stopped by a signal: killing it, so that it is started again"
+                )
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def add_pids(self) -> None:
         """A pid is known only after the event of its start."""
@@ -138,6 +190,15 @@ def _is_stopped(pid: int) -> bool:
     return line is not None and line.state == "T"
 
 
+def _use_own_interpreter(options: ServerOptions) -> None:
+    """Past supervisor's file, whose rules no path survives that holds " ;", "%" or a line's end."""
+    for group in options.process_group_configs:
+        for program in group.process_configs:
+            word, *arguments = shlex.split(program.command)
+            assert word == INTERPRETER
+            program.command = shlex.join([sys.executable, *arguments])
+
+
 def main() -> None:
     run_dir = Path(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -150,6 +211,7 @@ def main() -> None:
     try:
         options = ServerOptions()
         options.realize(["-c", SUPERVISOR_CONF_NAME], doc=__doc__)
+        _use_own_interpreter(options)
         options.first = True
         options.test = False
         Keeper(options, run_dir).main()

@@ -16,6 +16,7 @@ import numpy as np
 
 from cli.profile.analysis import Facts, Report, analyse
 from cli.profile.storage import StoreFacts
+from shared.awake import Countdown
 from shared.machine.processes import read_counts
 from shared.memory.segments import COUNTERS, TRACE, Segment
 from shared.run.client import Answer, ask_status
@@ -118,9 +119,9 @@ class Profiler:
 
     def _settle(self) -> None:
         """Returns when nothing has moved for a moment, after SETTLE_S at the latest."""
-        deadline = time.monotonic() + SETTLE_S
+        limit = Countdown(SETTLE_S)
         before: Any = None
-        while time.monotonic() < deadline:
+        while not limit.is_over:
             assert self._ring is not None
             now = (self._ring.n_written, read_all(self._segments[1].buf))
             if now == before:

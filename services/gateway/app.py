@@ -24,6 +24,7 @@ from services.gateway import stream
 from services.gateway.answers import shape_of
 from services.gateway.bodies import PLAIN, Wanted, parse_chat, parse_completion, sampling_defaults
 from services.gateway.errors import ApiError
+from services.gateway.patience import PatientTimeout
 from services.gateway.stream import ClientGone, Receive, Send, Ticket
 from shared.errors import ErrorCode
 from shared.log import Log
@@ -279,8 +280,8 @@ async def read_body(scope: Any, receive: Receive, budget: BodyBudget) -> bytes:
     if length is not None and length.isdigit() and int(length) > MAX_BODY_BYTES:
         raise _too_large(int(length))
     parts: list[bytes] = []
-    limit = asyncio.timeout(BODY_TIMEOUT_S)
-    upload = budget.begin(lambda: limit.reschedule(0.0))
+    limit = PatientTimeout(BODY_TIMEOUT_S)
+    upload = budget.begin(lambda: limit.cut())
     try:
         async with limit:
             is_complete = False

@@ -11,6 +11,7 @@ import asyncio
 import http
 import socket
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from services.gateway import peers
 from services.gateway.errors import ApiError
 from services.gateway.lobby import Lobby
+from services.gateway.patience import LATE_S
 from services.gateway.peers import Pair, Peer
 from shared.errors import ErrorCode
 
@@ -39,8 +41,10 @@ PROBE_S: Final = 1.0
 class Connections:
     """All connections of the server; gives uvicorn its protocol (``make``). One event loop."""
 
-    def __init__(self, lobby: Lobby[Connection]) -> None:
+    def __init__(self, lobby: Lobby[Connection], clock: Callable[[], float] = time.monotonic) -> None:
         self.lobby = lobby
+        self.now = clock
+        """What limits are measured by."""
         self._look: asyncio.TimerHandle | None = None
         self._looked_at = 0.0
 
@@ -49,7 +53,7 @@ class Connections:
 
     def sweep(self) -> None:
         """Ends what has taken too long; to be called several times a second."""
-        now = time.monotonic()
+        now = self.now()
         for connection in self.lobby:
             connection.check(now)
         if now - self._looked_at >= LOOK_S:
@@ -64,7 +68,7 @@ class Connections:
         if self._look is not None:
             self._look.cancel()
             self._look = None
-        self._looked_at = now = time.monotonic()
+        self._looked_at = now = self.now()
         waiting = {pair: c for c in self.lobby if c.may_be_gone() and (pair := c.pair) is not None}
         if not waiting:
             return
@@ -86,7 +90,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, house: Connections, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._house = house
-        self._born_at = time.monotonic()
+        self._born_at = self._house.now()
         self._begun_at: float | None = None
         """First byte of a request that is not complete."""
         self._has_head = False
@@ -103,7 +107,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        for connection in self._house.lobby.enter(self, time.monotonic()):
+        for connection in self._house.lobby.enter(self, self._house.now()):
             connection.send_away(is_new=connection is self)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
@@ -170,6 +174,16 @@ class Connection(HttpToolsProtocol):
             self.transport.write(f"{head}\r\n".encode() + body)
         self.transport.close()
 
+    def timeout_keep_alive_handler(self) -> None:
+        """A timer that comes late: it was this process that stood still, and the client may have sent meanwhile."""
+        timer = self.timeout_keep_alive_task
+        if timer is not None and self.loop.time() - timer.when() > LATE_S:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        else:
+            super().timeout_keep_alive_handler()
+
     # ---- requests come
 
     def data_received(self, data: bytes) -> None:
@@ -183,7 +197,7 @@ class Connection(HttpToolsProtocol):
                 self._end_with(ApiError(431, words, code=ErrorCode.HEADERS_TOO_LARGE))
 
     def _begin(self) -> None:
-        self._begun_at = time.monotonic()
+        self._begun_at = self._house.now()
         self._has_head = False
         self._head_bytes = 0
 
@@ -214,7 +228,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_busy:
             return
-        now = time.monotonic()
+        now = self._house.now()
         self._house.lobby.rest(self, now)
         if self._begun_at is not None:
             self._begun_at = now
@@ -222,7 +236,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def pause_writing(self) -> None:
-        self._paused_at = time.monotonic()
+        self._paused_at = self._house.now()
         super().pause_writing()
 
     def resume_writing(self) -> None:

@@ -11,7 +11,6 @@ import datetime
 import functools
 import json
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +35,7 @@ from services.router.client_text import (
     wrap,
     wrap_arguments,
 )
+from shared.awake import Countdown
 from shared.errors import ContainerError, ErrorCode, Refused
 from shared.files import TOKENIZER_LIMIT_BYTES, read_file
 
@@ -425,14 +425,14 @@ class ChatTemplate:
         variables.update(messages=messages, add_generation_prompt=with_prompt)
         parts: list[str] = []
         n_chars = 0
-        deadline = time.monotonic() + MAX_RENDER_S
+        limit = Countdown(MAX_RENDER_S)
         try:
             for part in self._by_name[name].generate(variables):
                 parts.append(part)
                 n_chars += len(part)
                 if n_chars > max_chars:
                     raise _too_much(f"more than {max_chars:,} characters")
-                if time.monotonic() > deadline:
+                if limit.is_over:
                     raise _too_much(f"{n_chars:,} characters in {MAX_RENDER_S:.0f} s and is not done")
         except Refused:
             raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -47,13 +46,15 @@ class ControlPlane:
         self._must_publish = True
         self._published_at = 0.0
         self._published_load = (0, 0)
+        self._awake = ctx.awake
+        self._n_pauses = 0
         self._bus.add_control(self._server, self._on_messages)
         ctx.add_tick(self._tick)
 
     # -- events in
 
     def _on_messages(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         for identity, msg in self._server.receive_all():
             if isinstance(msg, control.StatusWanted):
                 self._server.send(identity, self._group.status(now, *self._load_counts()))
@@ -65,12 +66,20 @@ class ControlPlane:
                 self._carry_out(self._group.heard(now, identity, msg))
 
     def _tick(self) -> None:
-        now = time.monotonic()
+        now = self._now()
         samples = {service: sample for service, pid in self._group.suspects.items() if (sample := read_sample(pid))}
         self._carry_out(self._group.tick(now, samples))
         self._tell_router()
         if self._must_publish or now - self._published_at >= self._ctx.config.heartbeat_s:
             self._publish(now)
+
+    def _now(self) -> float:
+        now = self._awake.now()
+        if self._awake.n_pauses != self._n_pauses:
+            self._n_pauses = self._awake.n_pauses
+            self._ctx.log.warning("paused", slept_s=self._awake.slept_s)
+            self._group.woke(now)
+        return now
 
     # -- instructions out
 
@@ -94,12 +103,12 @@ class ControlPlane:
         if is_changed:
             self._tell_router()
             self._must_publish = True
-            self._publish(time.monotonic())
+            self._publish(self._now())
 
     def load_changed(self) -> None:
         """The router has taken a request, begun with it or ended it: the gateway's numbers are never late."""
         if self._load_counts() != self._published_load:
-            self._publish(time.monotonic())
+            self._publish(self._now())
 
     @property
     def _is_serving(self) -> bool:

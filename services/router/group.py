@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from shared.awake import WAKE_GRACE_S
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.base import Msg
 from shared.messages.control import ServiceState
@@ -145,6 +146,7 @@ class Group:
         self._was_ready = False
         self._n_asked = 0
         self._ram_askers: dict[int, bytes] = {}
+        self._judges_from = float("-inf")
 
     # -- questions
 
@@ -266,13 +268,20 @@ class Group:
         asker = self._ram_askers.pop(msg.asker, None)
         return [Reply(asker, msg)] if asker is not None else []
 
+    def woke(self, now: float) -> None:
+        """This process itself stood still: nothing that was not heard meanwhile counts, and others may still be waking."""
+        self._judges_from = now + WAKE_GRACE_S
+        for peer in self.peers.values():
+            peer.heard_at = now if peer.heard_at else 0.0
+            peer.is_suspected = False
+
     def tick(self, now: float, samples: dict[str, Sample]) -> list[Instruction]:
         """Looks for silence. ``samples``: of the services that ``suspects`` names."""
         out: list[Instruction] = []
         if self._drain is not None and now > self._drain.deadline + DRAIN_ANSWER_S:
             out += self._finish_drain(is_late=True)
         for peer in self.peers.values():
-            silence = now - peer.heard_at
+            silence = now - max(peer.heard_at, self._judges_from)
             if peer.service == ROUTER or peer.state not in ALIVE or silence <= MISSED_BEATS * self._heartbeat_s:
                 continue
             if not peer.is_suspected:

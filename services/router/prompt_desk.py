@@ -13,7 +13,6 @@ import queue
 import select
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +20,7 @@ from typing import Any, Final
 from services.router.bus import Polls
 from services.router.prompt_frames import ANSWER, CHAT, DAMAGE, IDS, JOB, LOADED, TEXT
 from services.router.prompt_queue import MAX_BYTES, MAX_CPU_S, PAUSE_S, Job, PromptQueue
+from shared.awake import AwakeClock, Countdown
 from shared.errors import ColibriError, ContainerError, ErrorCode, Refused
 from shared.log import Log
 from shared.machine.processes import TICKS_PER_S, process_line
@@ -68,7 +68,8 @@ class PromptDesk:
         self._n_starts = 0
         self._is_overdue = False
         self._stopped_s = 0.0
-        self._looked_at = time.monotonic()
+        self._awake = AwakeClock(PAUSE_S)
+        self._looked_at = self._awake.now()
         self._begin()
 
     # -- for the router
@@ -84,12 +85,11 @@ class PromptDesk:
 
     def wait_loaded(self) -> None:
         """Until the process has read the model's files. Raises ContainerError for damaged ones."""
-        deadline = time.monotonic() + START_S
+        limit = Countdown(START_S)
         while not self._is_loaded:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            if limit.is_over:
                 raise ColibriError(f"The prompt process did not load the tokenizer within {START_S:.0f} s.")
-            if select.select([self._fd], [], [], left)[0]:
+            if select.select([self._fd], [], [], limit.step_s)[0]:
                 self._on_readable()
 
     def has(self, request: str) -> bool:
@@ -130,15 +130,15 @@ class PromptDesk:
 
     def tick(self) -> None:
         """Now and then: ends the process when a job has had enough."""
-        now = time.monotonic()
+        now = self._awake.now()
         dt, self._looked_at = now - self._looked_at, now
         if self._queue.running and not self._is_overdue:
-            self._watch(min(dt, PAUSE_S))
+            self._watch(dt)
         self._start_jobs()
 
     def _watch(self, dt_s: float) -> None:
         state, cpu_s = self._usage()
-        self._stopped_s = self._stopped_s + dt_s if state == "T" else 0.0
+        self._stopped_s = self._stopped_s + dt_s if state == "T" and not self._awake.is_waking else 0.0
         if self._stopped_s > STOPPED_S:
             self._process.kill()
         elif self._queue.pass_time(dt_s, cpu_s):

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import select
+import socket
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
@@ -15,13 +17,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from shared.awake import Countdown
 from shared.errors import ColibriError, ConfigError
 from shared.messages.control import Status, StatusWanted
+from shared.run.address import url_of
 from shared.run.config import FROZEN_NAME, GroupConfig, load_frozen
 from shared.wire.control_plane import ControlClient
 from shared.wire.endpoints import GATEWAY, Endpoints
 
 CONNECT_TIMEOUT_S = 10.0
+SEND_BYTES = 1 << 16
 SILENCE_TIMEOUT_S = 60.0
 """The server sends a comment every ten seconds while it works; longer silence means it is gone."""
 
@@ -150,8 +155,7 @@ class Client:
 
     @contextlib.contextmanager
     def _connection(self, timeout_s: float) -> Iterator[http.client.HTTPConnection]:
-        kind = http.client.HTTPSConnection if self._is_https else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=timeout_s)
+        connection = _connection_to(self._host, self._port, timeout_s, is_https=self._is_https)
         try:
             yield connection
         finally:
@@ -160,6 +164,53 @@ class Client:
     def _unreachable(self, error: Exception) -> ServerError:
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return ServerError(f"no answer from the server at {self.url}: {reason}")
+
+
+class _Patient:
+    """A socket whose time limit is one of silence while this program runs: a suspended machine is no silent server."""
+
+    def recv_into(self: Any, *arguments: Any) -> int:
+        pending = getattr(self, "pending", None)  # TLS may hold what the descriptor no longer shows
+        if not (pending and pending()):
+            _wait_for(self, select.POLLIN)
+        return int(super().recv_into(*arguments))  # type: ignore[misc]
+
+    def sendall(self: Any, data: Any, flags: int = 0) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            _wait_for(self, select.POLLOUT)
+            view = view[self.send(view[:SEND_BYTES], flags) :]
+
+
+class _PatientSocket(_Patient, socket.socket):
+    pass
+
+
+def _wait_for(patient: socket.socket, event: int) -> None:
+    poller = select.poll()
+    poller.register(patient, event)
+    limit = Countdown(patient.gettimeout() or SILENCE_TIMEOUT_S)
+    while not poller.poll(limit.step_s * 1000):
+        if limit.is_over:
+            raise TimeoutError("timed out")
+
+
+def _connection_to(host: str, port: int | None, timeout_s: float, *, is_https: bool) -> http.client.HTTPConnection:
+    if is_https:
+        import ssl
+
+        context = ssl.create_default_context()
+        context.sslsocket_class = type("_PatientTls", (_Patient, ssl.SSLSocket), {})
+        return http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+    return _Connection(host, port, timeout=timeout_s)
+
+
+class _Connection(http.client.HTTPConnection):
+    def connect(self) -> None:
+        super().connect()
+        timeout_s = self.sock.gettimeout()
+        self.sock = _PatientSocket(fileno=self.sock.detach())
+        self.sock.settimeout(timeout_s)
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[str]:
@@ -227,8 +278,7 @@ def find_group(run_dir: Path) -> tuple[GroupConfig, str] | None:
             url = dict(service.facts).get("url")
             if url:
                 return config, url
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
-    return config, f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
+    return config, url_of(config.host, config.port)
 
 
 def ask_status(config: GroupConfig, timeout_s: float = 2.0) -> Status | None:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from shared.awake import AwakeClock
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ChecksumMismatch, ColibriError, ConfigError, ShortRead
 from shared.kept import replace_file
 from shared.log import Log
@@ -118,6 +119,10 @@ class ServiceContext:
     stage: str = ""
     stage_since: float = 0.0
     _beat_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.awake = AwakeClock(self.config.heartbeat_s)
+        """What limits of this process are measured by; read with every ``tick``."""
 
     def set_stage(self, name: str) -> None:
         """Names what goes on, for heartbeats and the log ('' = nothing special). Sends a heartbeat when one is due."""
@@ -221,7 +226,7 @@ class _Life:
             self.service.peer_changed(service, incarnation)
 
     def drain(self, reason: str, deadline_s: float) -> None:
-        deadline = time.monotonic() + deadline_s
+        deadline = self.ctx.awake.now() + deadline_s
         if self.ctx.state == ServiceState.DRAINING:
             self._drain_deadline = min(self._drain_deadline, deadline)
             return
@@ -239,7 +244,7 @@ class _Life:
         """Drain briefly, then end this process."""
         if not self._has_drained:
             self.drain(reason, grace_s)
-            self._drain_deadline = min(self._drain_deadline, time.monotonic() + grace_s)
+            self._drain_deadline = min(self._drain_deadline, self.ctx.awake.now() + grace_s)
         self._is_leaving = True
         self.stop_reason = self.stop_reason or reason
 
@@ -248,7 +253,7 @@ class _Life:
         """Whether the process may end now; looks after the drain on the way."""
         if self.ctx.state == ServiceState.DRAINING and not self._has_drained:
             is_idle = self.service.is_idle()
-            is_late = time.monotonic() >= self._drain_deadline
+            is_late = self.ctx.awake.now() >= self._drain_deadline
             if is_idle or is_late:
                 n_cut = 0 if is_idle else self.service.cut(self._drain_reason)
                 self._has_drained = True
@@ -257,6 +262,7 @@ class _Life:
         return self._is_leaving and (self._has_drained or self.ctx.state != ServiceState.DRAINING)
 
     def tick(self) -> None:
+        self.ctx.awake.now()
         self.look_for_router()
         for callback in self.ctx.ticks:
             callback()

@@ -11,6 +11,7 @@ from typing import Any, Union
 
 import msgspec
 
+from shared.awake import Countdown
 from shared.messages import control
 from shared.messages.base import Msg
 from shared.wire.endpoints import Endpoints
@@ -71,13 +72,13 @@ class ControlClient:
 
     def ask(self, msg: Msg, answer: type[Msg], timeout_s: float) -> Any | None:
         """For tools: sends ``msg`` until it is accepted and waits for a message of type ``answer``; None on timeout."""
-        deadline = time.monotonic() + timeout_s
+        limit = Countdown(timeout_s)
         while not self.send(msg):
-            if time.monotonic() > deadline:
+            if limit.is_over:
                 return None
             time.sleep(0.01)
-        while (left := deadline - time.monotonic()) > 0:
-            if self.socket.wait(left * 1000):
+        while not limit.is_over:
+            if self.socket.wait(limit.step_s * 1000):
                 for received in self.receive_all():
                     if isinstance(received, answer):
                         return received

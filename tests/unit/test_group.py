@@ -19,6 +19,7 @@ from services.router.group import (
     Sample,
     Watch,
 )
+from shared.awake import WAKE_GRACE_S
 from shared.messages import SCHEMA_VERSION, control
 
 SERVICES = ("gateway", "router", "attention", "expert_io", "drafter")
@@ -239,6 +240,19 @@ def test_process_waiting_for_a_disk_is_no_hanging_process() -> None:
     driver.tick(3.5)
     for _ in range(100):
         assert not [i for i in driver.tick(1.0, {"expert_io": Sample("D", 42)}) if isinstance(i, Kill)]
+
+
+def test_silence_during_a_pause_of_our_own_is_nobodys_fault() -> None:
+    """All were frozen; we wake first and find the others still stopped."""
+    driver = Driver().all_ready()
+    stopped = {service: Sample("T", 5) for service in SERVICES}
+    driver.tick(70)
+    driver.group.woke(driver.now)
+    assert driver.group.detail == "ready"
+    for _ in range(int(WAKE_GRACE_S) + 2):
+        assert not [i for i in driver.tick(1, stopped) if isinstance(i, Kill)]
+        assert not driver.group.suspects
+    assert [i.service for i in driver.tick(2, stopped) if isinstance(i, Kill)] == [s for s in SERVICES if s != "router"]
 
 
 def test_limit_holds_even_for_busy_processes() -> None:
