@@ -8,7 +8,6 @@ counts from when ``mirror.json`` lists it. What a mirror already holds is never 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +34,7 @@ from shared.container.reader import Container, ExpertFile, file_facts
 from shared.errors import CapacityError, ContainerError
 from shared.files import open_file
 from shared.kept import put_in_place
+from shared.locks import try_lock
 
 Records = dict[int, frozenset[int]]
 """Layer -> experts."""
@@ -294,13 +294,10 @@ def _lock(directory: Path) -> Iterator[Path]:
     except OSError as error:
         raise ContainerError(f"{directory} can't be used as a mirror: {error.strerror}.") from None
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise ContainerError(
-            f"Another process is writing into {directory}. Wait until it has finished, or choose another directory."
-        ) from None
-    try:
+        if not try_lock(fd, directory):
+            raise ContainerError(
+                f"Another process is writing into {directory}. Wait until it has finished, or choose another directory."
+            )
         yield directory
     finally:
         os.close(fd)

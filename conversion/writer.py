@@ -10,7 +10,6 @@ same untouched file; groups are kept as far as both agree. So whatever was torn,
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import mmap
 import os
@@ -39,6 +38,7 @@ from shared.container.safetensors_file import build_header
 from shared.errors import CapacityError, ContainerError
 from shared.files import open_file, read_file
 from shared.kept import put_in_place, replace_file
+from shared.locks import try_lock
 
 _SYNC_BYTES = 256 << 20
 _JOURNAL_LIMIT_BYTES = 256 << 20
@@ -305,12 +305,10 @@ class ContainerWriter:
             self._lock_fd = os.open(self.out, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise ContainerError(f"{self.out} can't be used as output directory: {error.strerror}.") from None
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not try_lock(self._lock_fd, self.out):
             raise ContainerError(
                 f"Another process is writing into {self.out}. Wait until it has finished, or choose another directory."
-            ) from None
+            )
         if (self.out / INDEX_NAME).exists():
             raise ContainerError(
                 f"{self.out} already holds a finished container; it is never overwritten. Choose another directory."

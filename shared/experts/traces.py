@@ -13,7 +13,6 @@ A trace holds no text, but the ids of requests and which experts they used.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from shared.errors import ConfigError, SchemaError
 from shared.files import open_file
+from shared.locks import try_lock
 from shared.step.stages import StepKind
 
 FORMAT = "colibri routing trace"
@@ -118,12 +118,8 @@ class TraceWriter:
         except OSError as error:
             raise ConfigError(f"record_routing: {path} can't be written: {error.strerror}") from None
         try:
-            try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"record_routing: {path} is being written by another group; name another file"
-                ) from None
+            if not try_lock(self._file.fileno(), path):
+                raise ConfigError(f"record_routing: {path} is being written by another group; name another file")
             self._continue(path, header)
         except BaseException:
             self._file.close()

@@ -9,8 +9,7 @@ has written since adds the own visits to what lies there.
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import contextlib
 import os
 import re
 import time
@@ -24,9 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from native.memory import hash64
+from shared.awake import Countdown
 from shared.experts.residency import HALF_LIFE_STEPS, Key
 from shared.files import read_file
 from shared.kept import replace_file
+from shared.locks import LocksMissing, try_lock
 from shared.wire.endpoints import state_dir
 
 FORMAT = "colibri expert usage"
@@ -183,19 +184,12 @@ def _lock(directory: Path) -> Iterator[None]:
     """Keeps other processes from writing; for a moment only, so who has to wait longer than that gives up (OSError)."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        until = time.monotonic() + LOCK_WAIT_S
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise
+        limit = Countdown(LOCK_WAIT_S)
+        with contextlib.suppress(LocksMissing):  # a file system without locks: the later writer wins
+            while not try_lock(fd, directory):
+                if limit.is_over:
+                    raise BlockingIOError(f"{directory} is locked by another process")
                 time.sleep(0.005)
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                    raise
-                break  # a file system without locks: the later writer wins
         yield
     finally:
         os.close(fd)

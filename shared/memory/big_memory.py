@@ -16,7 +16,6 @@ A header that does not fit in every particular is no reason to fail: the file is
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import stat
@@ -31,7 +30,9 @@ from numpy.typing import NDArray
 
 from native.library import NativeError
 from native.memory import HUGE_PAGE, HugeBuffer, MappedFile, hash64
+from shared.awake import Countdown
 from shared.errors import CapacityError
+from shared.locks import try_lock
 from shared.log import Log
 from shared.run.config import GroupConfig
 from shared.wire.endpoints import ATTENTION, DRAFTER, EXPERT_IO, ROUTER
@@ -286,7 +287,7 @@ class NamedMemory:
         """A new file. Raises OSError (FileExistsError when somebody's lies there), CapacityError, NativeError."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            _lock(fd)
+            _lock(fd, path)
             os.ftruncate(fd, _file_bytes(head, n_bytes))
             memory = cls(fd, path, Found(head, 1, False), n_bytes, is_writable=True)
             try:
@@ -319,7 +320,7 @@ class NamedMemory:
                     raise Unfit("it was not completely filled")
             elif size < head.data_offset:
                 raise Unfit(f"it has {size:,} bytes, less than its directory")
-            _lock(fd)
+            _lock(fd, path)
             found = _take_over(fd, found, n_bytes)
             memory = cls(fd, path, found, n_bytes, is_writable=bool(head.n_entries))
             if not head.n_entries:
@@ -388,17 +389,13 @@ def _file_bytes(head: Head, n_bytes: int) -> int:
     return -(-(head.data_offset + n_bytes) // HUGE_PAGE) * HUGE_PAGE
 
 
-def _lock(fd: int) -> None:
+def _lock(fd: int, path: Path) -> None:
     """A predecessor that was killed gives its lock back with its last thread."""
-    deadline = time.monotonic() + LOCK_WAIT_S
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise CapacityError("another process holds it") from None
-            time.sleep(0.01)
+    limit = Countdown(LOCK_WAIT_S)
+    while not try_lock(fd, path):
+        if limit.is_over:
+            raise CapacityError("another process holds it")
+        time.sleep(0.01)
 
 
 def is_in_use(path: Path) -> bool:
@@ -406,9 +403,7 @@ def is_in_use(path: Path) -> bool:
     with contextlib.suppress(Unfit, FileNotFoundError):
         fd = open_own_file(path, os.O_RDONLY)
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            return not try_lock(fd, path, is_shared=True)
         finally:
             os.close(fd)
     return False

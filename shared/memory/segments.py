@@ -10,11 +10,13 @@ Not ``multiprocessing.shared_memory``: before Python 3.13 a segment is unlinked 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from shared.errors import CapacityError, ConfigError
@@ -36,6 +38,23 @@ def _owner_path(run_id: str) -> Path:
     return SHM_DIR / f"colibri-{os.getuid()}-{run_id}.owner"
 
 
+@contextlib.contextmanager
+def _cause_named() -> Iterator[None]:
+    """An OSError of shared memory as a ConfigError that says what is wrong with it and what helps."""
+    try:
+        yield
+    except FileExistsError:
+        raise  # no matter of the surroundings
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            problem, remedy = "is missing", "mount a tmpfs there"
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
+            problem, remedy = "is full", "free some of it, or enlarge it (docker run --shm-size, or remount with size=)"
+        else:
+            problem, remedy = f"can't be written ({error.strerror})", "mount a tmpfs there that this user may write"
+        raise ConfigError(f"{SHM_DIR} {problem}; the processes of a group share memory there: {remedy}") from None
+
+
 class Segment:
     """One mapped segment. ``buf`` is the mapping (for ``numpy.frombuffer``), zeroed when created."""
 
@@ -50,7 +69,8 @@ class Segment:
         """A new segment of zeroes whose memory is reserved now. Raises CapacityError when there is no room for it."""
         size = max(PAGE_BYTES, -(-n_bytes // PAGE_BYTES) * PAGE_BYTES)
         path = segment_path(run_id, name)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with _cause_named():
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             free = os.statvfs(path)
             free_bytes = free.f_bavail * free.f_frsize
@@ -109,18 +129,19 @@ def unlink(run_id: str, name: str) -> None:
 
 
 def unlink_run(run_id: str) -> None:
-    """Removes all segments of a run and its owner record."""
-    for name in list_run(run_id):
-        unlink(run_id, name)
-    _owner_path(run_id).unlink(missing_ok=True)
+    """Removes all segments of a run and its owner record, as far as that is possible."""
+    for path in [*(segment_path(run_id, name) for name in list_run(run_id)), _owner_path(run_id)]:
+        with contextlib.suppress(OSError):  # a read-only file system says so even of a file that is not there
+            path.unlink()
 
 
 def add_owner(run_id: str, pid: int) -> None:
-    """Records a process that keeps the run alive."""
+    """Records a process that keeps the run alive. Raises ConfigError when shared memory can't be used."""
     path = _owner_path(run_id)
     owners = _read_owners(path)
     owners.append([pid, process_start(pid) or 0])
-    replace_file(path, json.dumps(owners).encode(), by_way_of=path.with_suffix(".owner-new"))
+    with _cause_named():
+        replace_file(path, json.dumps(owners).encode(), by_way_of=path.with_suffix(".owner-new"))
 
 
 def _read_owners(path: Path) -> list[list[int]]:
@@ -138,11 +159,13 @@ def is_run_alive(run_id: str) -> bool:
 def sweep_dead_runs() -> list[str]:
     """Removes the segments of this user's runs whose owners are all gone; returns their run ids.
 
-    A run without any owner record is left alone for a minute: somebody may be about to write it.
+    A run without any owner record is left alone for a minute: somebody may be about to write it. Raises ConfigError.
     """
     pattern = re.compile(rf"colibri-{os.getuid()}-([0-9a-z]+)[-.].+")
     youngest: dict[str, float] = {}
-    for path in SHM_DIR.iterdir():
+    with _cause_named():
+        found = list(SHM_DIR.iterdir())
+    for path in found:
         match = pattern.fullmatch(path.name)
         if match:
             with contextlib.suppress(FileNotFoundError):

@@ -7,7 +7,6 @@ learns at run time goes into its ``Ready``.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tomllib
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 from shared.errors import ConfigError
 from shared.files import read_file
 from shared.kept import replace_file
+from shared.locks import try_lock
 from shared.run.settings import Setting, checked, template
 
 FROZEN_NAME = "group.json"
@@ -239,18 +239,16 @@ def load_frozen(path: str | Path) -> GroupConfig:
 
 
 def is_locked(run_dir: Path) -> bool:
-    """Whether a group lives in this run directory, or is about to."""
+    """Whether a group lives in this run directory, or is about to. Raises LocksMissing."""
+    path = run_dir / LOCK_NAME
     try:
-        fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(fd, path, is_shared=True)
     finally:
         os.close(fd)
-    return False
 
 
 def read_budget(config: GroupConfig) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -131,3 +132,26 @@ def test_run_without_owner_record_gets_a_minute(run_id: str) -> None:
     old = time.time() - 3600
     os.utime(segment_path(run_id, "frames"), (old, old))
     assert run_id in sweep_dead_runs()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOENT, "is missing"),
+        (errno.EROFS, "Read-only file system"),
+        (errno.EACCES, "Permission"),
+        (errno.ENOSPC, "is full"),
+    ],
+)
+def test_shared_memory_that_can_not_be_used_is_named(
+    run_id: str, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code), "/dev/shm/x")
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr("shared.memory.segments.replace_file", refuse)
+    for use in (lambda: Segment.create(run_id, "frames", 1), lambda: add_owner(run_id, 1), sweep_dead_runs):
+        with pytest.raises(ConfigError, match=f"^/dev/shm .*{words}.*: .*mount|enlarge"):
+            use()
