@@ -8,6 +8,10 @@ what a layer takes when no kernel runs (three hops, the gate's and the store's d
 
 from __future__ import annotations
 
+import shared.run.first  # noqa: F401
+
+# isort: split
+
 import argparse
 import os
 import signal
@@ -22,6 +26,7 @@ from bench.roofline import BenchError
 from bench.steps import steps_of
 from shared.container.reader import Container
 from shared.messages.layer import HiddenReady
+from shared.run.program import run_program
 from shared.run.terminal import say
 from shared.step.stages import StepKind
 from shared.wire.bus import Bus
@@ -133,7 +138,7 @@ def report(title: str, unit: str, rounds: list[dict[str, float]], floor: str = "
         say(f"  {way:10} {middle:7.1f} {unit} ({of_way[0]:.1f} to {of_way[-1]:.1f}){beside}")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.hops", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -149,7 +154,8 @@ def main() -> None:
     for model in args.model:
         rounds = [{way: outside_us(model, way) for way in WAYS} for _ in range(args.rounds)]
         report(f"{model.name}, a layer of a decode step outside of kernels", "us", rounds)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_program("bench.hops", main)

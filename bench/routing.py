@@ -8,6 +8,10 @@ answers are the model's, sampled, and stand in the next turn's prompt, so routin
 
 from __future__ import annotations
 
+import shared.run.first  # noqa: F401
+
+# isort: split
+
 import argparse
 import random
 import subprocess
@@ -19,6 +23,7 @@ from typing import Any
 
 from shared.run.child import child_environment, python_command
 from shared.run.client import Answer, Client, find_group
+from shared.run.program import run_program
 from shared.run.terminal import say
 
 TRAIN = Path(__file__).parents[1] / "models" / "train"
@@ -69,7 +74,7 @@ def play(client: Client, messages: list[dict[str, Any]], seed: int) -> int:
     return n
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--kind", choices=KINDS, default="mixed")
@@ -94,7 +99,8 @@ def main() -> None:
             say(f"{len(talks)} conversations, {sum(counts):,} tokens generated")
         finally:
             subprocess.run([*up, "--stop"], env=child_environment(), check=False)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    run_program("bench.routing", main)

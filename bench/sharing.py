@@ -83,7 +83,7 @@ def _pipe() -> Iterator[tuple[int, int]]:
 def _worker(settings: dict[str, Any], fds: tuple[int, int]) -> Iterator[subprocess.Popen[str]]:
     """Ends when its standard input does. Waits until it is ready."""
     process = subprocess.Popen(
-        [sys.executable, "-c", WORKER, json.dumps(settings)],
+        [sys.executable, "-P", "-c", WORKER, json.dumps(settings)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=fds,
     )  # fmt: skip
     try:

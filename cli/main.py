@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shared.run.first  # noqa: F401
+
+# isort: split
+
 import importlib
-import os
-import sys
 from typing import NoReturn
 
 import click
 
-from native.errors import LibraryError, NativeError
-from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError
-from shared.run.terminal import complain, make_streams_safe
+from shared.run.program import EXIT_INTERRUPTED, run_program
+from shared.run.terminal import complain
 
 COMMANDS = {
     "chat": ("cli.chat:command", "Talk to the model in the terminal."),
@@ -62,39 +63,31 @@ def cli() -> None:
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
-    """Entry point. Errors of ours are one sentence on stderr and an exit code: 2 usage, 78 configuration, 70 fault."""
-    make_streams_safe()
+    """Entry point. Errors are one sentence on stderr and an exit code: 2 usage, 70 fault, 74 output, 78 configuration."""
+    run_program("colibri", lambda: _body(argv))
+
+
+def _body(argv: list[str] | None) -> int:
     try:
         status = cli.main(argv, standalone_mode=False)
-    except ColibriError as error:
-        _fail(str(error), error.exit_code)
-    except NativeError as error:
-        _fail(str(error), EXIT_CONFIG if isinstance(error, LibraryError) else EXIT_FAULT)
     except click.ClickException as error:
-        _fail_usage(error)
-    except (click.Abort, KeyboardInterrupt):
-        _fail("stopped", 130)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
-    sys.exit(status if isinstance(status, int) else 0)
+        _show_usage(error)
+        return error.exit_code
+    except click.Abort:
+        complain("colibri: stopped")
+        return EXIT_INTERRUPTED
+    return status if isinstance(status, int) else 0
 
 
-def _fail_usage(error: click.ClickException) -> NoReturn:
+def _show_usage(error: click.ClickException) -> None:
     """click's own words, on our way out: they repeat what was given, and that may be the name of a file."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         complain(error.format_message())
-        sys.exit(error.exit_code)
+        return
     context = error.ctx if isinstance(error, click.UsageError) else None
     if context is not None:
         complain(f"{context.get_usage()}\nTry '{context.command_path} --help' for help.\n")
     complain(f"Error: {error.format_message()}")
-    sys.exit(error.exit_code)
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    complain(f"colibri: {message}")
-    sys.exit(code)
 
 
 if __name__ == "__main__":

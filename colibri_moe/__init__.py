@@ -8,18 +8,19 @@ called ``shared`` in the same environment and ours do not meet.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-HERE = Path(__file__).parent
-ROOT = HERE if (HERE / "shared").is_dir() else HERE.parent
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = HERE if os.path.isdir(os.path.join(HERE, "shared")) else os.path.dirname(HERE)
 """The directory of our rooms: this package's own when installed, the checkout's when not."""
 
 
 def _use_rooms() -> None:
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, ROOT)
+    import shared.run.first  # noqa: F401
 
 
 @contextmanager

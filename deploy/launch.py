@@ -6,10 +6,8 @@ Used by ``colibri-up`` and by commands that need a group for a while. Knows serv
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -20,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from deploy import rundir
 from deploy.supervisor_conf import render, services_of
+from shared.awake import Countdown
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
 from shared.kept import replace_file
 from shared.messages import control
 from shared.messages.control import ServiceState
 from shared.run import running
+from shared.run.address import listen, url_of
 from shared.run.child import child_environment, python_command
 from shared.run.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked, passed_on
 from shared.run.lifecycle import read_last_words
@@ -88,25 +88,11 @@ def model_dir_of(settings: Settings) -> Path:
 
 def claim_port(host: str, port: int) -> int:
     """Checks that ``port`` can be listened on before anything is loaded; 0 finds a free one. Raises ConfigError."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"host {host!r}: {error.strerror}") from None
-    with socket.socket(family, kind, proto) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-            probe.listen(1)
-        except OSError as error:
-            reason = (
-                "is in use by another program"
-                if error.errno == errno.EADDRINUSE
-                else f"can't be used: {error.strerror}"
-            )
-            raise ConfigError(f"port {port} of {host} {reason}; choose another with --port") from None
-        return int(probe.getsockname()[1])
+    listeners = listen(host, port)
+    port = int(listeners[0].getsockname()[1])
+    for listener in listeners:
+        listener.close()
+    return port
 
 
 def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[str], None] = lambda _: None) -> Plan:
@@ -253,7 +239,7 @@ def dismiss_keeper(keeper: subprocess.Popen[bytes]) -> None:
 class GroupProcess:
     """A started group, seen from the process that started it. ``stdin`` of the keeper ties its life to ours."""
 
-    def __init__(self, config: GroupConfig, keeper: subprocess.Popen[bytes]) -> None:
+    def __init__(self, config: GroupConfig, keeper: subprocess.Popen[bytes], lock_fd: int) -> None:
         from shared.wire.control_plane import ControlClient
 
         self.config = config
@@ -261,6 +247,7 @@ class GroupProcess:
         self.services = services_of(config)
         self.endpoints = Endpoints(self.run_dir, config.run_id)
         self.keeper = keeper
+        self._lock_fd = lock_fd
         self._log_path = self.run_dir / "log" / KEEPER_LOG
         self._control = ControlClient(self.endpoints)
         self._tell_keeper(b"start\n")
@@ -322,8 +309,14 @@ class GroupProcess:
             return f"{service} failed for good: {words[1] if words else tail(self.run_dir / 'log' / f'{service}.log')}"
         return None
 
+    def describe(self, pid: int) -> None:
+        """Says in the lock whose end will be the end of the group."""
+        url = url_of(self.config.host, self.config.port)
+        rundir.describe_lock(self._lock_fd, pid, url=url, run_id=self.config.run_id)
+
     def detach(self) -> None:
         """The group lives on without us."""
+        self.describe(self.keeper.pid)
         self._tell_keeper(b"detach\n")
         assert self.keeper.stdin is not None
         self.keeper.stdin.close()
@@ -373,9 +366,9 @@ def start(plan: Plan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupPro
         Endpoints(run_dir, config.run_id).socket_dir.mkdir(mode=0o700, exist_ok=True)
         replace_file(run_dir / rundir.SUPERVISOR_CONF_NAME, render(config).encode())
         freeze(config, run_dir / FROZEN_NAME)
-        url = f"http://{config.host}:{config.port}"
-        rundir.describe_lock(lock_fd, pid=os.getpid(), url=url, run_id=config.run_id)
-        return GroupProcess(config, keeper)
+        group = GroupProcess(config, keeper, lock_fd)
+        group.describe(os.getpid())
+        return group
     except BaseException:
         if config.huge_dir:
             warm_sets.drop_run(Path(config.huge_dir), config.run_id)
@@ -385,13 +378,13 @@ def start(plan: Plan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupPro
 
 def drain(client: Any, config: GroupConfig, reason: str, is_urgent: Callable[[], bool]) -> int | None:
     """Asks the group to finish; see ``GroupProcess.drain``."""
-    deadline = time.monotonic() + 1.0
+    limit = Countdown(1.0)
     while not client.send(control.Drain(reason, config.drain_s)):
-        if time.monotonic() > deadline:
+        if limit.is_over:
             return None
         time.sleep(0.01)
-    deadline = time.monotonic() + config.drain_s + 3.0
-    while time.monotonic() < deadline and not is_urgent():
+    limit = Countdown(config.drain_s + 3.0)
+    while not limit.is_over and not is_urgent():
         if client.socket.wait(50):
             for msg in client.receive_all():
                 if isinstance(msg, control.Drained):
@@ -410,35 +403,43 @@ def stop_keeper(pid: int, is_gone: Callable[[], bool]) -> None:
             os.kill(pid, sig)
         except ProcessLookupError:
             return
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline and not is_gone():
+        limit = Countdown(wait_s)
+        while not limit.is_over and not is_gone():
             time.sleep(0.01)
 
 
 def wait_services_gone(run_dir: Path, timeout_s: float = 5.0) -> None:
-    """After a keeper that died hard: its services notice by their stdin; wait for that, then kill.
+    """After a keeper that died hard: its services notice by their stdin; wait for that, then kill (who is frozen, say).
 
-    A service that ends removes its socket, and it must not be the socket of its successor.
+    A service that ends removes its socket, and it must not be the socket of its successor. Raises ConfigError when one can't
+    be ended.
     """
-    import signal
+    limit = Countdown(timeout_s)
+    is_killed = False
+    while left := running.members(run_dir):
+        if limit.is_over and is_killed:
+            raise ConfigError(
+                f"process {left[0][0]} of a group that ended in {run_dir} does not end: choose another --run-dir and --port"
+            )
+        if limit.is_over:
+            for pid, start in left:
+                running.kill_process(pid, start)
+            limit, is_killed = Countdown(timeout_s), True
+        time.sleep(0.05)
 
-    pids = [int(entry["pid"]) for entry in running.processes(run_dir).get("services", {}).values() if entry.get("pid")]
-    deadline = time.monotonic() + timeout_s
-    while left := [pid for pid in pids if _is_service(pid, run_dir)]:
-        if time.monotonic() > deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return
-        time.sleep(0.02)
 
-
-def _is_service(pid: int, run_dir: Path) -> bool:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
+def end_leftovers(run_dir: Path) -> bool:
+    """Ends and removes what a group that died left in ``run_dir``. False: there is nothing of that kind. Raises ConfigError."""
+    has_died = rundir.is_ending(run_dir) if is_locked(run_dir) else bool(running.members(run_dir))
+    if not has_died:
         return False
-    return b"services." in command and os.fsencode(run_dir / FROZEN_NAME) in command.split(b"\0")
+    lock_fd = rundir.take_lock(run_dir)
+    try:
+        wait_services_gone(run_dir)
+        rundir.clean_leftovers(run_dir)
+    finally:
+        os.close(lock_fd)
+    return True
 
 
 def tail(path: Path, n_lines: int = 12) -> str:
@@ -479,7 +480,7 @@ def describe(run_dir: Path) -> dict[str, Any]:
     return {
         "run_dir": str(run_dir),
         "run_id": config.run_id,
-        "url": f"http://{config.host}:{config.port}",
+        "url": url_of(config.host, config.port),
         "model": config.model_name,
         "model_dir": config.model_dir,
         "ready": bool(status and status.is_ready),
@@ -508,10 +509,11 @@ def stop_running(run_dir: Path, is_urgent: Callable[[], bool] = lambda: False, k
     if keep_warm:
         (run_dir / rundir.KEEP_NAME).touch(mode=0o600)
     stop_keeper(pid, lambda: running.keeper_pid(run_dir) != pid)
-    deadline = time.monotonic() + KEEPER_STOP_S
-    while is_locked(run_dir) and time.monotonic() < deadline:
+    limit = Countdown(KEEPER_STOP_S)
+    while is_locked(run_dir) and not limit.is_over:
         time.sleep(0.02)
     if not is_locked(run_dir):
+        wait_services_gone(run_dir)
         rundir.clean_run(run_dir, config.run_id)
     return n_cut
 

@@ -15,22 +15,29 @@ keep-warm         there while the group is stopped with --keep-warm: its named m
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
+import shlex
 import shutil
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
+from shared.awake import Countdown
 from shared.errors import ConfigError
+from shared.locks import try_lock
+from shared.machine.processes import process_start
 from shared.memory.segments import unlink_run
+from shared.run import running
 from shared.run.config import BUDGET_NAME, FROZEN_NAME, LOCK_NAME, load_frozen
 from shared.run.running import PROCESSES_NAME, read_json
 from shared.wire.endpoints import Endpoints
 
 SUPERVISOR_CONF_NAME = "supervisord.conf"
 KEEP_NAME = "keep-warm"
+ENDING_S = 15.0
+"""So long a start waits for a group that is about to end: more than its keeper needs."""
 # The mark goes last: whoever else cleans up at the same time must not miss it while there is still something to keep.
 _VOLATILE = (SUPERVISOR_CONF_NAME, PROCESSES_NAME, BUDGET_NAME, "supervisor.pid", FROZEN_NAME, KEEP_NAME)
 _VOLATILE_DIRS = ("sock", "incarnation", "failed")
@@ -56,25 +63,41 @@ def prepare(run_dir: Path) -> None:
 
 
 def take_lock(run_dir: Path) -> int:
-    """The lock's descriptor, to be kept open (and inherited by the keeper). ConfigError when a group runs here."""
-    fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """The lock's descriptor, to be kept open (and inherited by the keeper). ConfigError when a group runs here.
+
+    A group that has lost its head and is about to end is waited for.
+    """
+    path = run_dir / LOCK_NAME
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    limit = Countdown(ENDING_S)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = read_json(run_dir / LOCK_NAME)
+        while not try_lock(fd, path):
+            if limit.is_over or not is_ending(run_dir):
+                owner = read_json(path)
+                where = f", serving {owner['url']}" if owner.get("url") else ""
+                raise ConfigError(
+                    f"a group already runs in {run_dir} (process {owner.get('pid', 'unknown')}{where}). "
+                    f"Stop it with `colibri-up --stop --run-dir {shlex.quote(str(run_dir))}`, or choose another --run-dir."
+                )
+            time.sleep(0.02)
+        describe_lock(fd, os.getpid())
+    except BaseException:
         os.close(fd)
-        where = f", serving {owner['url']}" if owner.get("url") else ""
-        raise ConfigError(
-            f"a group already runs in {run_dir} (process {owner.get('pid', 'unknown')}{where}). "
-            f"Stop it with `colibri-up --stop --run-dir {run_dir}`, or choose another --run-dir."
-        ) from None
+        raise
     return fd
 
 
-def describe_lock(fd: int, **facts: Any) -> None:
-    """Writes who holds the lock, for the sentence of a second start."""
+def is_ending(run_dir: Path) -> bool:
+    """Whether who keeps the group alive is dead already, so that the others who hold the lock are about to leave."""
+    keepers = [read_json(run_dir / LOCK_NAME).get("holder"), running.processes(run_dir).get("keeper")]
+    return any(process_start(known[0]) != known[1] for known in keepers if known)
+
+
+def describe_lock(fd: int, pid: int, **facts: Any) -> None:
+    """Writes who holds the lock, for a second start. ``pid``: the process whose end is the group's."""
+    text = json.dumps({"pid": pid, "holder": [pid, process_start(pid)], **facts})
     os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps(facts).encode(), 0)
+    os.pwrite(fd, text.encode(), 0)
 
 
 def clean_run(run_dir: Path, run_id: str, *, was_killed: bool = False) -> None:

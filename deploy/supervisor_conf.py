@@ -11,6 +11,8 @@ from shared.wire.endpoints import DRAFTER, SERVICES
 
 STOP_WAIT_S = 6
 START_RETRIES = 3
+INTERPRETER = "python"
+"""In the file's commands: the interpreter that the keeper itself runs on. Its path may hold what the file's rules can't."""
 
 # The paths are relative to the run directory, where the keeper runs supervisor: so no name of a directory, whatever
 # its characters, has to survive supervisor's rules for percent signs, blanks and comments.
@@ -70,11 +72,11 @@ def render(config: GroupConfig) -> str:
         )
     ]
     for service in services:
-        command = shlex.join(python_command(f"services.{service}", "--config", FROZEN_NAME))
+        _, *arguments = python_command(f"services.{service}", "--config", FROZEN_NAME)
         parts.append(
             _PROGRAM.format(
                 service=service,
-                command=command.replace("%", "%%"),
+                command=shlex.join([INTERPRETER, *arguments]),
                 # numpy's own threads are never used: they would only cost memory and start-up time.
                 environment='OPENBLAS_NUM_THREADS="1",OMP_NUM_THREADS="1",PYTHONUNBUFFERED="1"',
                 retries=START_RETRIES,

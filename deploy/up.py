@@ -6,20 +6,28 @@ model directory or the machine does not allow the start.
 
 from __future__ import annotations
 
+import shared.run.first  # noqa: F401
+
+# isort: split
+
 import argparse
 import contextlib
+import shlex
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from native.errors import LibraryError
-from shared.errors import EXIT_CONFIG, EXIT_FAULT, EXIT_OK, ColibriError, ConfigError
+from shared.errors import EXIT_FAULT, EXIT_OK, ColibriError, ConfigError
 from shared.messages.control import ServiceState
+from shared.run.address import is_loopback, url_of
 from shared.run.config import Settings, load_settings
+from shared.run.program import OutputLost, run_program
 from shared.run.settings import add_flags, declared
-from shared.run.terminal import complain, make_streams_safe, say, say_json
+from shared.run.terminal import complain, say, say_json
+
+NAME = "colibri-up"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,14 +54,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> None:
+def main() -> NoReturn:
     """Console entry point; ends the process."""
-    sys.exit(run(sys.argv[1:] if argv is None else argv))
+    run_program(NAME, lambda: run(sys.argv[1:]))
 
 
 def run(argv: list[str]) -> int:
-    """The exit code of ``colibri-up`` with these arguments."""
-    make_streams_safe()
+    """The exit code of ``colibri-up`` with these arguments. Raises ColibriError."""
     args = make_parser().parse_args(argv)
     signals = _Signals()
     try:
@@ -68,19 +75,11 @@ def run(argv: list[str]) -> int:
         if args.drop_warm:
             return _drop_warm(settings)
         return _up(settings, args.daemon, signals)
-    except ColibriError as error:
-        complain(f"colibri-up: {error}")
-        return error.exit_code
-    except LibraryError as error:
-        complain(f"colibri-up: {error}")
-        return EXIT_CONFIG
     except OSError as error:  # of the run directory: everything else has its own sentence
         where = f"{error.filename}: " if error.filename else ""
-        complain(
-            f"colibri-up: {where}{error.strerror or error}. The run directory must be writable and have space; "
-            "--run-dir names another."
-        )
-        return EXIT_CONFIG
+        raise ConfigError(
+            f"{where}{error.strerror or error}. The run directory must be writable and have space; --run-dir names another."
+        ) from None
 
 
 def _check_combination(args: argparse.Namespace) -> None:
@@ -130,7 +129,7 @@ class _Signals:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # whoever read this is gone; that must not end the group
+    with contextlib.suppress(OSError, OutputLost):  # whoever read this is gone; that must not end the group
         say(text)
 
 
@@ -172,17 +171,15 @@ def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
     except BaseException:
         group.stop()
         raise
-    _say(
-        f"ready after {time.monotonic() - begin:.1f} s: http://{_shown_host(settings.host)}:{port}  (OpenAI API under /v1)"
-    )
+    _say(f"ready after {time.monotonic() - begin:.1f} s: {url_of(settings.host, port)}  (OpenAI API under /v1)")
+    if not is_loopback(settings.host):
+        _say(f"note: everyone who reaches {settings.host or 'this machine'} can use this server: it asks for no key.")
     if is_daemon:
         group.detach()
         _say(
             f"running in the background; `colibri-up --stop{_run_dir_hint(settings, run_dir)}` ends it. Logs: {run_dir}/log"
         )
         return EXIT_OK
-    if not _is_loopback(settings.host):
-        _say(f"note: everyone who reaches {settings.host} can use this server: it asks for no key.")
     _say("Ctrl-C stops it.")
     return _keep(group, signals)
 
@@ -214,7 +211,7 @@ def _keep(group: Any, signals: _Signals) -> int:
             return EXIT_OK if is_clean else EXIT_FAULT
         words = group.given_up()
         if words:
-            complain(f"colibri-up: {words}")
+            complain(f"{NAME}: {words}")
             exit_code = EXIT_FAULT
             break
         time.sleep(0.2)
@@ -260,16 +257,8 @@ def _size(n_bytes: int) -> str:
     return f"{n_bytes / (1 << 30):.1f} GiB" if n_bytes >= 1 << 30 else f"{n_bytes / (1 << 20):.0f} MiB"
 
 
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
-def _shown_host(host: str) -> str:
-    return "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-
-
 def _run_dir_hint(settings: Settings, run_dir: Path) -> str:
-    return f" --run-dir {run_dir}" if settings.run_dir else ""
+    return f" --run-dir {shlex.quote(str(run_dir))}" if settings.run_dir else ""
 
 
 def _status(settings: Settings, as_json: bool) -> int:
@@ -316,8 +305,14 @@ def _stop(settings: Settings, signals: _Signals, keep_warm: bool) -> int:
     from deploy import launch
 
     run_dir = launch.run_dir_of(settings)
-    huge_dir = launch.huge_dir_of(run_dir)
-    n_cut = launch.stop_running(run_dir, lambda: signals.is_urgent, keep_warm)
+    try:
+        huge_dir = launch.huge_dir_of(run_dir)
+        n_cut = launch.stop_running(run_dir, lambda: signals.is_urgent, keep_warm)
+    except ConfigError:  # no group, or none any more
+        if not launch.end_leftovers(run_dir):
+            raise
+        _say("stopped what was left of a group that had died.")
+        return EXIT_OK
     _say("stopped." if not n_cut else f"stopped; {n_cut} requests did not finish in time and were ended.")
     if keep_warm and huge_dir is None:
         _say(

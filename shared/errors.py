@@ -21,6 +21,8 @@ from enum import StrEnum
 
 EXIT_OK = 0
 EXIT_FAULT = 70
+EXIT_OUTPUT = 74
+"""Standard output could not be written."""
 EXIT_CONFIG = 78
 
 

@@ -11,6 +11,10 @@ Needs the extra `peers` in this environment, or in the one of --llama-python. Th
 
 from __future__ import annotations
 
+import shared.run.first  # noqa: F401
+
+# isort: split
+
 import argparse
 import shutil
 import statistics
@@ -35,6 +39,7 @@ from native.memory import HugeBuffer
 from native.probe import read_rate
 from shared.container.format import INDEX_NAME
 from shared.errors import ColibriError
+from shared.run.program import run_program
 from shared.run.sizes import parse_bytes
 from shared.run.terminal import complain, say, say_json
 
@@ -244,21 +249,17 @@ def read_file(path: Path) -> None:
 
 def main() -> int:
     options = make_parser().parse_args()
+    run = Run(options)
+    if not options.write_only:
+        require_llama(options.llama_python)
+    run.write()
+    if options.write_only:
+        return 0
     try:
-        run = Run(options)
-        if not options.write_only:
-            require_llama(options.llama_python)
-        run.write()
-        if options.write_only:
-            return 0
-        try:
-            document, text = run.report()
-        finally:
-            if not options.keep:
-                run.delete()
-    except ColibriError as error:
-        complain(f"bench.peers: {error}")
-        return error.exit_code
+        document, text = run.report()
+    finally:
+        if not options.keep:
+            run.delete()
     if options.json:
         say_json(document, indent=1)
     else:
@@ -267,4 +268,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program("bench.peers", main)

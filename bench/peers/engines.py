@@ -13,6 +13,7 @@ from bench.group import SHORT_PROMPT, Wrap
 from bench.roofline import BenchError
 from shared.errors import ConfigError
 
+IMPORT = "import sys; del sys.path[0]; import llama_cpp"  # -P is unknown to older interpreters
 LLAMA = Path(__file__).with_name("llama.py")
 
 
@@ -58,7 +59,7 @@ class Llama:
 def require_llama(python: str) -> None:
     """ConfigError, before anything large is written, when this interpreter has no llama-cpp-python."""
     try:
-        found = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, text=True, check=False)
+        found = subprocess.run([python, "-c", IMPORT], capture_output=True, text=True, check=False)
         said = "".join(found.stderr.splitlines()[-1:])
     except OSError as error:
         found, said = None, str(error)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shared.run.first  # noqa: F401
+
+# isort: split
+
 import sys
 
 from services.drafter.service import DrafterService

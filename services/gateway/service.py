@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any, ClassVar, cast
@@ -22,10 +20,11 @@ from services.gateway.engine import GatewayEngine
 from services.gateway.http_connection import Connections
 from services.gateway.lobby import Lobby, LobbyLimits
 from services.gateway.requests import Limits
-from shared.errors import ConfigError, ErrorCode
+from shared.errors import ErrorCode
 from shared.log import Log
 from shared.messages.base import Msg
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
+from shared.run.address import listen, url_of
 from shared.run.descriptors import free_descriptors
 from shared.run.lifecycle import AsyncService, ServiceContext
 from shared.wire.endpoints import GATEWAY, ROUTER
@@ -52,13 +51,14 @@ class GatewayService(AsyncService):
     async def load(self, ctx: ServiceContext) -> dict[str, str]:
         """Binds the port and serves; answers 503 until the router reports the group ready. Raises ConfigError."""
         self._log = ctx.log
-        listener = bind(ctx.config.host, ctx.config.port)
-        host, port = listener.getsockname()[:2]
+        listeners = listen(ctx.config.host, ctx.config.port)
+        port = int(listeners[0].getsockname()[1])
         room = LobbyLimits.of_descriptors(free_descriptors() - SPARE_DESCRIPTORS)
-        connections = self._connections = Connections(Lobby(room))
+        connections = self._connections = Connections(Lobby(room), ctx.awake.now)
         engine = self._engine = GatewayEngine(
             lambda msg: bool(ctx.bus.send(ROUTER, msg)),
             Limits(max_open=min(Limits().max_open, room.max_busy), silent_s=max(2.0, 5 * ctx.config.heartbeat_s)),
+            ctx.awake.now,
         )
         self._server = _Server(
             uvicorn.Config(
@@ -74,13 +74,13 @@ class GatewayService(AsyncService):
                 timeout_graceful_shutdown=1,
             )
         )
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._serving = asyncio.create_task(self._server.serve(sockets=listeners))
         while not self._server.started:
             if self._serving.done():
                 self._serving.result()
                 raise RuntimeError("the HTTP server ended while starting")
             await asyncio.sleep(0.005)
-        return {"url": url_of(host, port), "port": str(port), "connections": str(room.max_open)}
+        return {"url": url_of(ctx.config.host, port), "port": str(port), "connections": str(room.max_open)}
 
     def handle(self, msg: Any, sender: str, incarnation: int) -> None:
         if self._engine is not None and sender == ROUTER:
@@ -137,37 +137,3 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ConfigError with what to do."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(
-            f"host {host!r} can't be resolved ({error.strerror}); give an address of this machine"
-        ) from None
-    listener = socket.socket(family, kind, proto)
-    try:
-        # A port that was just given back is free; one that somebody listens on is still refused.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(256)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} of {host} is in use by another program; choose another with --port"
-            ) from None
-        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; choose other --host or --port") from None
-    listener.setblocking(False)
-    return listener
-
-
-def url_of(host: str, port: int) -> str:
-    """Where a client on this machine reaches a server bound to ``host``."""
-    if host in ("0.0.0.0", "::", ""):
-        host = "127.0.0.1" if host != "::" else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

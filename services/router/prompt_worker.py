@@ -7,6 +7,10 @@ its text, so the memory that may be taken beyond what is loaded is limited.
 
 from __future__ import annotations
 
+import shared.run.first  # noqa: F401
+
+# isort: split
+
 import array
 import json
 import os

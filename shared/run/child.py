@@ -7,6 +7,7 @@ directory of our rooms. Entries of the caller's that depend on the current direc
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -22,5 +23,8 @@ def python_command(module: str, *arguments: str) -> list[str]:
 
 def child_environment() -> dict[str, str]:
     """This process's environment with a module path for children."""
-    theirs = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(p) and p != str(ROOT)]
+    left_out = {str(ROOT)}
+    with contextlib.suppress(OSError):  # a directory that was removed
+        left_out.add(os.getcwd())
+    theirs = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(p) and p not in left_out]
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *theirs])}

@@ -40,6 +40,7 @@ class Group:
         if not history:
             flags.append("--no-usage-history")
         self.argv = [*UP, str(model), "--run-dir", str(run_dir), *flags]
+        self.environment: dict[str, str] = {}
         self.process: subprocess.Popen[str] | None = None
         self.url = ""
         self.run_id = ""
@@ -52,7 +53,14 @@ class Group:
         """Starts in the foreground and waits until it is ready. Fails with colibri-up's own output."""
         self.run_dir.parent.mkdir(parents=True, exist_ok=True)
         with self.output.open("w") as out:
-            self.process = subprocess.Popen(self.argv, stdin=subprocess.DEVNULL, stdout=out, stderr=out, text=True)
+            self.process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                text=True,
+                env=os.environ | self.environment,
+            )
         deadline = time.monotonic() + START_TIMEOUT_S
         while "ready after" not in self.said:
             if self.process.poll() is not None:

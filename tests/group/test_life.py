@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,8 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
+import venv
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.group.harness import Group, completion_body, event_tokens, run_up, wait_clean
+from shared.machine.processes import process_start
+from tests.group.harness import UP, Group, completion_body, event_tokens, run_up, wait_clean
 
 pytestmark = pytest.mark.group
 
@@ -51,17 +53,59 @@ def test_status_names_every_service_and_ctrl_c_leaves_nothing(model: Path, start
     assert "no group runs in" in after.stderr
 
 
-def test_daemon_survives_its_starter_and_stops_from_another_shell(model: Path, run_dir: Path) -> None:
-    started = run_up(str(model), "--run-dir", str(run_dir), "--port", "0", "--daemon")
-    assert started.returncode == 0, started.stdout + started.stderr
+def daemon(model: Path, run_dir: Path, *flags: str, redirect: str = "") -> Group:
+    """A group in the background."""
+    argv = [*UP, str(model), "--run-dir", str(run_dir), "--port", "0", "--daemon", *flags]
+    started = subprocess.run(["sh", "-c", f'exec "$@" {redirect}', "sh", *argv], stderr=subprocess.PIPE, timeout=90)
+    assert started.returncode == 0, started.stderr
     group = Group(model, run_dir)
     group.note_pids()
-    group.url = re.findall(r"http://[\d.:]+", started.stdout)[0]
-    group.run_id = group.status()["run_id"]
+    status = group.status()
+    group.url, group.run_id = status["url"], status["run_id"]
+    return group
+
+
+def test_daemon_survives_its_starter_and_stops_from_another_shell(model: Path, run_dir: Path) -> None:
+    """Started without standard descriptors: none of its files may become one of them, least of all the lock."""
+    group = daemon(model, run_dir, redirect="<&- >&- 2>&-")
+    second = run_up(str(model), "--run-dir", str(run_dir), "--port", "0")
+    assert second.returncode == 78
+    assert "a group already runs in" in second.stderr
     assert len(group.tokens(PROMPT, 3)) == 3
     stopped = run_up("--run-dir", str(run_dir), "--stop")
     assert stopped.returncode == 0, stopped.stderr
     wait_clean(group, 0.5)
+
+
+def kill_keeper_and_freeze_gateway(group: Group) -> None:
+    """In this order: the kernel wakes and ends who is already stopped when its process group loses its parent. A gateway with
+    a request to answer does not leave at once."""
+    stream = group.stream(PROMPT, 1000)
+    next(stream)
+    pid, keeper = group.pid("gateway"), group.keeper_pid
+    os.kill(keeper, signal.SIGKILL)
+    while process_start(keeper) is not None:
+        pass
+    os.kill(pid, signal.SIGSTOP)
+
+
+def test_start_after_the_death_of_the_keeper_ends_what_it_left_even_a_frozen_service(
+    model: Path, run_dir: Path
+) -> None:
+    """The same command at once, on the same port."""
+    group = daemon(model, run_dir)
+    port = group.url.rpartition(":")[2]
+    kill_keeper_and_freeze_gateway(group)
+    again = daemon(model, run_dir, "--port", port, "--host", "localhost")
+    try:
+        assert not {pid for pid in group.seen_pids if Path(f"/proc/{pid}").exists()}
+        assert again.url == f"http://localhost:{port}"
+        assert len(again.tokens(PROMPT, 3)) == 3
+    finally:
+        kill_keeper_and_freeze_gateway(again)
+    ended = run_up("--run-dir", str(run_dir), "--stop")
+    assert (ended.returncode, ended.stdout) == (0, "stopped what was left of a group that had died.\n"), ended.stderr
+    wait_clean(again, 0.5)
 
 
 def test_second_start_on_a_run_directory_fails_at_once(model: Path, start_group: Callable[..., Group]) -> None:
@@ -121,9 +165,8 @@ def test_death_of_everything_at_once_is_swept_by_the_next_start(model: Path, run
 def test_start_ends_services_of_a_dead_group_first(model: Path, run_dir: Path) -> None:
     """One that ended later would take its successor's socket away: both have the same path."""
     run_dir.mkdir(mode=0o700)
-    argv = [sys.executable, "-c", "import time; time.sleep(60)", "services.expert_io", str(run_dir / "group.json")]
-    late = subprocess.Popen(argv)
-    (run_dir / "processes.json").write_text(json.dumps({"services": {"expert_io": {"pid": late.pid}}}))
+    argv = [sys.executable, "-c", "import time; time.sleep(60)", "-m", "services.expert_io", "--config", "group.json"]
+    late = subprocess.Popen(argv, cwd=run_dir)
     with Group(model, run_dir):
         assert late.wait(0) == -signal.SIGKILL
 
@@ -227,6 +270,33 @@ def test_stopped_process_is_found_and_replaced(survivor: Group, service: str) ->
     assert group.tokens(PROMPT, 8) == before
 
 
+def test_a_group_that_was_frozen_as_a_whole_goes_on_as_it_was(survivor: Group) -> None:
+    """Longer than any heartbeat may be missing; who wakes first finds the others still stopped."""
+    group = survivor
+    group.wait_ready()
+    before = group.tokens(PROMPT, 200)
+    group.note_pids()
+    pids = {service: group.pid(service) for service in ("router", "gateway", "attention", "expert_io", "drafter")}
+    everybody = [group.keeper_pid, *pids.values()]
+    got: list[int] = []
+    is_frozen = False
+    for event in group.stream(PROMPT, 200):
+        assert "error" not in event, f"{event}\n{group.logs()}"
+        got += event_tokens(event)
+        if len(got) >= 20 and not is_frozen:
+            is_frozen = True
+            for pid in everybody:
+                os.kill(pid, signal.SIGSTOP)
+            time.sleep(4.5)
+            for pid in everybody:
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(0.2)
+    assert is_frozen
+    assert got == before
+    assert group.tokens(PROMPT, 12) == before[:12]
+    assert {service: group.pid(service) for service in pids} == pids, group.logs()
+
+
 def test_second_signal_does_not_wait_for_requests(model: Path, start_group: Callable[..., Group]) -> None:
     group = start_group(model, max_context=1024)
     stream = group.stream(PROMPT, 1000)
@@ -260,10 +330,18 @@ def test_drain_lets_a_running_answer_finish_and_refuses_new_ones(
     assert group.process.wait(20) == 0
 
 
-def test_odd_and_long_run_directory(model: Path, run_dir: Path) -> None:
-    """Blanks, percent signs, other alphabets; and longer than a socket path may be."""
+def test_odd_and_long_run_directory_and_an_environment_at_an_odd_place(model: Path, run_dir: Path) -> None:
+    """Blanks, percent signs, quotes, comment signs, other alphabets; and longer than a socket path may be."""
     odd = run_dir / "mit Leerzeichen %d 100%" / ("колибри-" * 12)
-    with Group(model, odd) as group:
+    home = run_dir / "a #b ;c %(d)s 'e\"\nf"
+    venv.create(home, with_pip=False, symlinks=True)
+    site = sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)})
+    Path(site, "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    group = Group(model, odd)
+    group.argv[0] = str(home / "bin" / "python")
+    group.environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with group:
+        assert os.fsencode(home) in Path(f"/proc/{group.pid('router')}/cmdline").read_bytes()
         assert len(str(group.run_dir)) > 107
         assert group.status()["ready"] is True
         assert len(group.tokens(PROMPT, 3)) == 3
