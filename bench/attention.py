@@ -189,7 +189,8 @@ def _cases(
             if kind == "full":
                 cache_bytes = (context + n_rows) * sizes.index_dim * KV_ITEM
             cache = Cache(sizes, kind, context, n_rows, 2 + cold_bytes // cache_bytes if n_rows == 1 else 1)
-            yield Case(family, name, work, AttentionCall(pool, sizes, layers, cache))
+            memory = (weights.buffer.array, cache.buffer.array)
+            yield Case(family, name, work, AttentionCall(pool, sizes, layers, cache), memory)
             cache.close()
 
 

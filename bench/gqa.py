@@ -104,4 +104,5 @@ def gqa_cases(pool: Pool, sizes: Sizes, cold_bytes: int) -> Generator[Case, None
                 name = f"1 row, {context + 1} positions" if n_rows == 1 else f"{n_rows} rows behind {context}"
                 with filled(n_bytes * n_sequences) as cache:
                     call = GqaCall(pool, layers, cache, n_sequences, context, n_rows)
-                    yield Case(family, name, gqa_work(*shape, context, n_rows), call)
+                    memory = (weights.buffer.array, cache.array)
+                    yield Case(family, name, gqa_work(*shape, context, n_rows), call, memory)

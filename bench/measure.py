@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from bench.roofline import BenchError, Bound, Limits, Work, bound_of
 from bench.weights import ALIGN
 from native.library import Pool
@@ -33,6 +35,8 @@ class Case:
     name: str
     work: Work
     run: Callable[[], object]
+    memory: tuple[np.ndarray, ...] = ()
+    """u8 arrays that ``run`` reads from, touched right before it is measured."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Measurement:
     best_ns: float
     """The fastest call, and the least time under the best samples of the limits: on a busy machine less disturbed."""
     best_bound: Bound
+    first_touch: float = 1.0
+    """Time of reading the case's memory once, over that of reading it again right away."""
 
     @property
     def share(self) -> float:
@@ -111,8 +117,21 @@ class Meter:
             self.samples.setdefault(name, []).extend(rates)
         return found
 
+    def touch(self, memory: Iterable[np.ndarray]) -> float:
+        """Reads all of it twice; time of the first pass over that of the second.
+
+        A host may take memory back that idled for a minute: its first touch then takes several times as long.
+        """
+        passes = [0.0, 0.0]
+        for array in memory:
+            plain = array[: array.size // ALIGN * ALIGN]
+            for i in range(len(passes)):
+                passes[i] += plain.size / read_rate(self.pool, plain, True)
+        return passes[0] / passes[1] if passes[1] else 1.0
+
     def measure(self, case: Case) -> Measurement:
         """Median over at least one call a round. The first call of all warms code and scratch up and does not count."""
+        first_touch = self.touch(case.memory)
         case.run()
         kinds = sorted(case.work.ops)
         taken, times = [self.sample(kinds)], []
@@ -131,7 +150,7 @@ class Meter:
         limits, best = limits_of(taken, statistics.median), limits_of(taken, max)
         return Measurement(
             case.family, case.name, case.work, statistics.median(times), len(times), limits,
-            bound_of(case.work, limits), min(times), bound_of(case.work, best),
+            bound_of(case.work, limits), min(times), bound_of(case.work, best), first_touch,
         )  # fmt: skip
 
     def summary(self) -> Limits:

@@ -79,21 +79,20 @@ def expert_cases(pool: Pool, sizes: Sizes, cold_bytes: int) -> Generator[Case, N
             call = ExpertCall(pool, experts, n_active, n_rows)
             traffic = n_active * (record + n_rows * sizes.hidden * F32_BYTES) + n_rows * sizes.hidden * F32_BYTES
             work = Work(traffic, {"int4": 2 * macs * n_active * n_rows})
-            yield Case("expert_ffn", f"{n_active} experts x {n_rows} rows", work, call)
+            yield Case("expert_ffn", f"{n_active} experts x {n_rows} rows", work, call, (weights.buffer.array,))
 
 
 def linear_cases(pool: Pool, sizes: Sizes, cold_bytes: int) -> Generator[Case, None, None]:
     """One matrix of every kind, one row and many; the head's piece is larger than a cache by itself."""
     shapes = [(fmt, act, kind, sizes.out) for fmt, act, kind in MATRICES]
-    for fmt, act, kind, out in [*shapes, ("q8", ACT_F32, "f32", sizes.head)]:
+    for fmt, act, kind, out in [*shapes, ("q8", ACT_Q8, "int8", sizes.head)]:
         one = matrix_bytes(fmt, out, sizes.hidden)
         n = 1 + -(-cold_bytes // one)
         family = "head" if out == sizes.head else "linear"
         with Weights(n * one) as weights:
             turn = itertools.cycle([weights.matrix(fmt, out, sizes.hidden, act) for _ in range(n)])
-            for n_rows in (1, sizes.many_rows):
-                if family == "head" and n_rows > 1:
-                    continue  # only the last row of a prompt meets the head
+            # Only the last row of a prompt meets the head, and the rows that verify drafts.
+            for n_rows in (1, 2, 4, 8) if family == "head" else (1, sizes.many_rows):
                 x, y = _rows(n_rows, sizes.hidden), np.zeros((n_rows, out), np.float32)
 
                 def call(turn: Iterator[Matrix] = turn, x: np.ndarray = x, y: np.ndarray = y) -> None:
@@ -101,7 +100,7 @@ def linear_cases(pool: Pool, sizes: Sizes, cold_bytes: int) -> Generator[Case, N
 
                 work = Work(_traffic(one, n_rows, sizes.hidden, out), {kind: 2 * out * sizes.hidden * n_rows})
                 name = f"{fmt} x {'f32' if act == ACT_F32 else 'int8'} [{out}, {sizes.hidden}] x {n_rows} rows"
-                yield Case(family, name, work, call)
+                yield Case(family, name, work, call, (weights.buffer.array,))
 
 
 def gate_cases(pool: Pool, sizes: Sizes, cold_bytes: int) -> Generator[Case, None, None]:
@@ -123,4 +122,6 @@ def gate_cases(pool: Pool, sizes: Sizes, cold_bytes: int) -> Generator[Case, Non
             work = Work(
                 _traffic(one, n_rows, sizes.hidden, sizes.k), {"f32": 2 * sizes.n_experts * sizes.hidden * n_rows}
             )
-            yield Case("gate", f"{sizes.n_experts} of {sizes.hidden} x {n_rows} rows", work, call)
+            yield Case(
+                "gate", f"{sizes.n_experts} of {sizes.hidden} x {n_rows} rows", work, call, (weights.buffer.array,)
+            )

@@ -16,6 +16,7 @@ The JSON document, schema 1; fields are only ever added:
                 share         bound_ns / ns
                 best_ns, best_share   of the fastest call, against the best sample of each limit
                 memory_share  bytes / read_gb_s / ns, whatever the bound is
+                first_touch   reading the case's memory right before, time of the first pass over that of the second
     sharing     alone_ns {"experts": ns, "attention": ns}, pair_ns, ratio = pair_ns / sum of alone_ns, n_pairs
 """
 
@@ -32,6 +33,8 @@ from bench.sharing import Sharing
 SCHEMA = 1
 DOUBTFUL_LOAD = 0.2
 DOUBTFUL_SHARE = 1.05
+TAKEN_BACK = 2.0
+"""A first pass over memory that takes this many times as long as the next one: the host had taken some of it back."""
 COLUMNS = ("family", "case", "µs", "GB/s", "GOP/s", "bound by", "share", "best", "of memory")
 
 
@@ -75,6 +78,7 @@ def _kernel_json(m: Measurement) -> dict[str, Any]:
         "best_ns": m.best_ns,
         "best_share": m.best_share,
         "memory_share": m.memory_share,
+        "first_touch": m.first_touch,
     }
 
 
@@ -137,4 +141,11 @@ def _doubts(report: Report) -> list[str]:
         )
     if any(m.share > DOUBTFUL_SHARE for m in report.kernels):
         found.append("doubtful: a share above 1 means that a limit was disturbed while it was measured")
+    slow = [m for m in report.kernels if m.first_touch > TAKEN_BACK]
+    if slow:
+        worst = max(slow, key=lambda m: m.first_touch)
+        found.append(
+            f"the host takes back memory that idles: reading what {worst.family} ({worst.name}) uses took "
+            f"{worst.first_touch:.1f} times as long at first as again; each case's memory was touched right before it"
+        )
     return found

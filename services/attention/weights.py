@@ -8,7 +8,6 @@ import numpy as np
 
 from native.attention import embed
 from native.kernels import Ffn
-from native.matrix import ACT_F32
 from native.memory import HugeBuffer
 from shared.container.format import owner_of
 from shared.container.layer_weights import DensePart, ffn_of
@@ -47,7 +46,7 @@ class DenseWeights:
             if spec.layer_kind(i) == "dense"
         }
         self.final_norm = tensors["model.norm.weight"].weight
-        self.head = matrix_of(tensors["lm_head.weight"], ACT_F32)
+        self.head = matrix_of(tensors["lm_head.weight"])
         self._embedding = tensors.get(EMBEDDING)
 
     def embed(self, tokens: np.ndarray, out: np.ndarray) -> dict[str, tuple[int, ...]]:

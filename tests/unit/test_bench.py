@@ -7,17 +7,23 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from bench import measure
 from bench.attention import attention_work, keys_seen
 from bench.gqa import gqa_work
-from bench.measure import Case, last_cache_bytes, limits_of
+from bench.kernels import Machine, Report
+from bench.measure import Case, Measurement, Meter, last_cache_bytes, limits_of
 from bench.products import expert_bytes, expert_cases
+from bench.report import as_text
 from bench.roofline import BenchError, Limits, Work, bound_of
+from bench.sharing import Sharing
 from bench.sizes import SIZES
 from cli.main import cli
 from native.library import Pool, available_isas, isa_current
+from native.memory import HugeBuffer
 
 GLM = SIZES["glm-5.2"]
 
@@ -129,6 +135,32 @@ def test_the_document_is_complete_and_consistent(document: dict[str, Any]) -> No
         assert row["gop_s"] == pytest.approx(sum(row["ops"].values()) / row["ns"])
         assert 0 < row["best_ns"] <= row["ns"]
         assert row["n_runs"] >= 3
+
+
+def test_the_head_is_measured_as_it_runs(document: dict[str, Any]) -> None:
+    heads = [row for row in document["kernels"] if row["family"] == "head"]
+    assert [row["case"].split(" x ")[-1] for row in heads] == ["1 rows", "2 rows", "4 rows", "8 rows"]
+    assert all(set(row["ops"]) == {"int8"} for row in heads)
+
+
+def test_memory_is_touched_before_and_a_slow_first_touch_is_told() -> None:
+    times = iter([4e9, 1e9, 1e9, 1e9])  # bytes a second: a first pass, the next one; then the other array
+
+    def rates(pool: Pool, array: np.ndarray, ahead: bool) -> float:
+        return 1 / next(times)
+
+    with Pool(1) as pool, HugeBuffer(1 << 16) as plain, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "read_rate", rates)
+        arrays = (plain.array[:4096], plain.array[4096:8192])
+        assert Meter(pool, plain).touch(arrays) == pytest.approx((4 + 1) / (1 + 1))
+        assert not list(times)
+    limits, work = Limits(1e9, {}), Work(10)
+    bound = bound_of(work, limits)
+    machine = Machine("a processor", 1, "ref", ("ref",), "", 1, 0.0)
+    for first_touch, is_told in ((1.1, False), (4.5, True)):
+        row = Measurement("head", "q8", work, 20.0, 3, limits, bound, 20.0, bound, first_touch)
+        text = as_text(Report(machine, "tiny", limits, (row,), Sharing({"experts": 1.0}, 1.0, 1)))
+        assert ("took 4.5 times as long at first" in text) == is_told
 
 
 def test_two_processes_take_turns(document: dict[str, Any]) -> None:

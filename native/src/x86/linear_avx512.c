@@ -21,7 +21,7 @@ CB_INLINE void tile_q4_q8(const int R, const cb_matrix *m, int64_t b, const cb_t
     for (int r = 0; r < R; r++)
         acc[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < ng; g++, w += 512, s += 16) {
-        cb_tile_prefetch(R, w, 512);
+        cb_tile_prefetch(w, 512, 512);
         __m512i lo[8], hi[8];
         for (int r = 0; r < R; r++)
             lo[r] = hi[r] = _mm512_setzero_si512();
@@ -58,7 +58,7 @@ CB_INLINE void tile_q8_q8(const int R, const cb_matrix *m, int64_t b, const cb_t
     for (int r = 0; r < R; r++)
         acc[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < ng; g++, w += 1024) {
-        cb_tile_prefetch(R, w, 1024);
+        cb_tile_prefetch(w, 1024, 1024);
         __m512i d[8];
         for (int r = 0; r < R; r++)
             d[r] = zero;
@@ -112,7 +112,11 @@ CB_INLINE void chains(const int FORMAT, const int G, const int R, const bool HIG
                       const cb_tile_rows *rows, int64_t x0, int begin, int end, __m512 p[8][8])
 {
     const bool packed = FORMAT == CB_Q8 || FORMAT == CB_Q4;
+    const int quad_bytes = (int)group_bytes(FORMAT) / (FORMAT == CB_Q4 ? 8 : 16); /* of four inputs, of q4 four and four */
     for (int k4 = begin; k4 < end; k4 += 4) {
+        for (int g = 0; g < G && !HIGH; g++) /* line by line between the products: a burst of them waits for itself */
+            cb_tile_prefetch(w + g * group_bytes(FORMAT) + k4 / 4 * quad_bytes, quad_bytes,
+                             G * (int)group_bytes(FORMAT));
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
             if (k4 + j >= end)
@@ -165,7 +169,6 @@ CB_INLINE void tile_f32(const int FORMAT, const int R, const cb_matrix *m, int64
         acc[r] = _mm512_setzero_ps();
     int64_t k = 0;
     for (; k + 64 * G <= m->in; k += 64 * G, w += stride * G, s += FORMAT == CB_Q4 ? 16 * G : 0) {
-        cb_tile_prefetch(R, w, (int)stride * G);
         groups_f32(FORMAT, G, R, w, s, rows, k, 64, acc);
     }
     for (; k < m->in; k += 64, w += stride, s += FORMAT == CB_Q4 ? 16 : 0)

@@ -19,7 +19,7 @@ CB_INLINE void tile_q4_q8(const int R, const cb_matrix *m, int64_t b, const cb_t
     for (int r = 0; r < R; r++)
         acc[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < ng; g++, w += 512, s += 16) {
-        cb_tile_prefetch(R, w, 512);
+        cb_tile_prefetch(w, 512, 512);
         __m512i lo[8], hi[8];
         for (int r = 0; r < R; r++) {
             lo[r] = _mm512_set1_epi32(-8 * rows->sum[r][g]);
@@ -53,7 +53,7 @@ CB_INLINE void tile_q8_q8(const int R, const cb_matrix *m, int64_t b, const cb_t
     for (int r = 0; r < R; r++)
         acc[r] = _mm512_setzero_ps();
     for (int64_t g = 0; g < ng; g++, w += 1024) {
-        cb_tile_prefetch(R, w, 1024);
+        cb_tile_prefetch(w, 1024, 1024);
         __m512i d[8][2]; /* two chains per row: vpdpbusd takes five cycles */
         for (int r = 0; r < R; r++) {
             d[r][0] = _mm512_set1_epi32(-128 * rows->sum[r][g]);
