@@ -289,8 +289,8 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 def test_unknown_family_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     source = copy_oracle(tmp_path)
     config = oracle_config("glm_moe_dsa")
-    (source / "config.json").write_text(json.dumps({**config, "model_type": "gpt_oss"}))
-    refused(source, "gpt_oss", "glm_moe_dsa", error=ConfigError)
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "gpt_neo"}))
+    refused(source, "gpt_neo", "glm_moe_dsa", error=ConfigError)
 
 
 def test_container_is_no_checkpoint(converted: Converted) -> None:
