@@ -8,7 +8,6 @@
       StoreError             reading weights failed while running
         ShortRead            fewer bytes than the index promises
         ChecksumMismatch     the bytes are not those that were written
-      PeerLost               another process of the group is gone or has been replaced
       Refused                a request is not accepted; carries what the HTTP answer needs
 
 ``native.errors.NativeError`` stands outside, because native imports nothing of ours. Messages are sentences: what was
@@ -119,10 +118,6 @@ class ShortRead(StoreError):
 
 class ChecksumMismatch(StoreError):
     """Bytes differ from those that were written."""
-
-
-class PeerLost(ColibriError):
-    """Another process of the group is gone or was replaced."""
 
 
 class Refused(ColibriError):

@@ -7,7 +7,6 @@ Runs in every process; imports ``shared.steering`` and the standard library alon
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import TextIO
@@ -49,10 +48,6 @@ class Log:
 
     def error(self, event: str, **fields: object) -> None:
         self._write("ERROR", event, fields)
-
-    def debug(self, event: str, **fields: object) -> None:
-        if os.environ.get("COLIBRI_DEBUG"):
-            self._write("DEBUG", event, fields)
 
     def _write(self, level: str, event: str, fields: dict[str, object]) -> None:
         now = time.time()

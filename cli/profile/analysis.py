@@ -30,8 +30,6 @@ HOP: Final = "hop"
 OTHER: Final = "other"
 SLOW_HOP_NS: Final = 150_000
 """A hop to a sleeping process takes 40 to 50 us on a virtual machine, a third of that on a physical one."""
-WAITS: Final = frozenset({Stage.MIXED_WAIT, Stage.GATE_WAIT, Stage.DRAFT_WAIT})
-"""Waiting for another process: says who is next in the chain, never where the time goes."""
 
 _ORDER: Final = {ATTENTION: 0, DRAFTER: 1, EXPERT_IO: 2, ROUTER: 4}
 """Who is waited for first. Waiting for storage (3) comes behind expert_io's own work and before the router's."""
@@ -166,7 +164,7 @@ def kind_name(kind: int) -> str:
 
 def _rank(service: str, stage: int) -> int | None:
     """Place in the chain of who is waited for; None = never on it."""
-    if stage in WAITS or stage in (Stage.STEP, Stage.IO_READ):
+    if stage in (Stage.STEP, Stage.IO_READ):
         return None
     if stage == Stage.IO_WAIT:
         return 3

@@ -46,7 +46,6 @@ class Lobby(Generic[C]):
         self._silent: dict[C, float] = {}
         """Since when; in this order."""
         self._busy: set[C] = set()
-        self.n_sent_away = 0
 
     def __iter__(self) -> Iterator[C]:
         yield from list(self._silent)
@@ -64,7 +63,6 @@ class Lobby(Generic[C]):
             oldest = next(iter(self._silent), connection)
             out.append(oldest)
             self._silent.pop(oldest, None)
-            self.n_sent_away += 1
         if connection not in out:
             self._silent[connection] = now
         return out

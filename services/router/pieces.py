@@ -127,10 +127,6 @@ class Pieces:
         self._inside: dict[int, bytes] = {}
         self._anchor = self._find_anchor()
 
-    @property
-    def is_byte_level(self) -> bool:
-        return bool(self._byte_of)
-
     def of(self, token: int, is_start: bool = False) -> bytes:
         """Bytes of ``token``, none for a control token. ``is_start``: it begins a text, where some decoders drop a blank."""
         piece = self._inside.get(token)

@@ -9,16 +9,13 @@ from __future__ import annotations
 import bisect
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from services.router.chat_template import ChatTemplate, read_template_files
 from services.router.client_text import Spans, spans_of
 from services.router.turns import turn_markers
 from shared.errors import ErrorCode, Refused
 from shared.model.tokenizer_file import load_tokenizer
-
-if TYPE_CHECKING:
-    from services.router.pieces import Pieces
 
 MANY_CHARS: Final = 1 << 15
 """Longer texts are counted in pieces before they are split as a whole, so that what can't fit anyway costs little."""
@@ -36,7 +33,6 @@ class ModelTokenizer:
     """
 
     def __init__(self, model_dir: Path) -> None:
-        self._model_dir = model_dir
         self._tokenizer = load_tokenizer(model_dir / "tokenizer.json")
         added = self._tokenizer.get_added_tokens_decoder()
         self._controls = {token: t for token, t in added.items() if t.special or not _is_blank(t.content)}
@@ -56,10 +52,6 @@ class ModelTokenizer:
         self._check_length(text, at_most, "messages")
         return self._encode_guarded(text)
 
-    def piece(self, token: int, is_start: bool = False) -> bytes:
-        """The token's own bytes, so that those of an answer join to its text; none for a control token."""
-        return self._pieces.of(token, is_start)
-
     @functools.cached_property
     def turn_ends(self) -> frozenset[int]:
         """Control tokens with which the template begins turns: one in an answer of chat ends it. Renders a few probes."""
@@ -72,12 +64,6 @@ class ModelTokenizer:
             self._template.bos,
         )
         return frozenset(ids[marker] for marker in markers)
-
-    @functools.cached_property
-    def _pieces(self) -> Pieces:
-        from services.router.pieces import read_pieces  # which the prompt process does not need
-
-        return read_pieces(self._model_dir)
 
     # -- inside
 

@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 
 
 class Stage(IntEnum):
-    """What a row measured. The numbers are in trace files: append, never renumber."""
+    """What a row measured. The numbers are in trace files: append, never renumber, and leave 0, 5, 16, 18 and 19 free."""
 
-    OTHER = 0
     # attention
     EMBED = 1
     ATTENTION = 2
     DENSE_FFN = 3
     HEAD = 4
-    MIXED_WAIT = 5
-    """attention or drafter waits for the experts of a layer"""
     # router
     PLAN = 6
     GATE = 7
@@ -46,12 +43,8 @@ class Stage(IntEnum):
     """expert_io has nothing resident to compute with and waits for reads"""
     IO_READ = 15
     """storage is busy with one expert; overlaps with everything, not additive"""
-    GATE_WAIT = 16
-    """expert_io has the hidden rows and waits for the gate"""
     # drafter
     DRAFT = 17
-    DRAFT_WAIT = 18
-    """the drafter waits for embedding, head or experts"""
     UNION = 20
     """expert_io sorts rows by expert, looks at its slots and issues reads; its ``bytes`` are what it found (``pack_found``)"""
     RESIDUAL = 22
@@ -73,7 +66,7 @@ class StepKind(IntEnum):
 ADDITIVE: frozenset[Stage] = frozenset(Stage) - {Stage.STEP, Stage.IO_READ}
 """Stages whose rows of one service never overlap."""
 
-COMPUTE: frozenset[Stage] = ADDITIVE - {Stage.MIXED_WAIT, Stage.IO_WAIT, Stage.GATE_WAIT, Stage.DRAFT_WAIT}
+COMPUTE: frozenset[Stage] = ADDITIVE - {Stage.IO_WAIT}
 
 ROW = struct.Struct("<qqqqii")
 """One ``cb_stage``: start_ns, end_ns, bytes, step, stage, layer."""

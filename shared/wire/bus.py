@@ -34,8 +34,6 @@ MAX_BATCH = 256  # data messages taken per poll, so that control is looked at ag
 class BusCounters(msgspec.Struct):
     """What happened at the sockets of one process; monotonic."""
 
-    sent: int = 0
-    received: int = 0
     refused: int = 0
     bad: int = 0
     stale: int = 0
@@ -84,7 +82,6 @@ class DataLinks:
             self.counters.refused += 1
             return False
         self._sequence[receiver] = sequence + 1
-        self.counters.sent += 1
         return True
 
     def peer_changed(self, service: str, incarnation: int) -> None:
@@ -118,7 +115,6 @@ class DataLinks:
             self.counters.gaps += 1
             self._warn("message_gap", sender=sender, sequence=sequence)
         self._last_sequence[sender] = sequence
-        self.counters.received += 1
         return received
 
     def close(self, linger_ms: int = LINGER_MS) -> None:

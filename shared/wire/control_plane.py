@@ -97,16 +97,15 @@ class ControlServer:
         self.socket = context.router(endpoints.control)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Union[_TO_ROUTER])  # noqa: UP007
-        self.n_bad = 0
 
     def receive_all(self) -> list[tuple[bytes, Any]]:
-        """[(identity, message)] of everything that has arrived; bad frames are dropped and counted."""
+        """[(identity, message)] of everything that has arrived; bad frames are dropped."""
         out: list[tuple[bytes, Any]] = []
         while (parts := self.socket.receive_parts()) is not None:
             try:
                 out.append((parts[0], self._decoder.decode(parts[-1])))
             except msgspec.MsgspecError:
-                self.n_bad += 1
+                continue
         return out
 
     def send(self, identity: bytes, msg: Msg) -> bool:

@@ -51,7 +51,6 @@ class Endpoints:
         fits = len(os.fsencode(beside / _LONGEST_NAME)) <= MAX_PATH_BYTES
         self.socket_dir = beside if fits else Path(f"/tmp/colibri-{os.getuid()}-{run_id}")
         self.control = f"ipc://{self.socket_dir}/control"
-        self.supervisor_path = self.socket_dir / "supervisor.sock"
 
     def data(self, service: str) -> str:
         """The address ``service`` binds for its data messages."""

@@ -129,7 +129,6 @@ def one_token(step: int = 1, kind: StepKind = StepKind.DECODE) -> np.ndarray:
         (EXPERT_IO, Stage.IO_READ, 1, 50, 60, 100),
         (EXPERT_IO, Stage.IO_READ, 1, 60, 75, 100),
         (EXPERT_IO, Stage.EXPERT_FFN, 1, 75, 80, 0),
-        (ATTENTION, Stage.MIXED_WAIT, 1, 30, 80, 0),
         (ATTENTION, Stage.HEAD, NO_LAYER, 80, 95, 0),
         (ROUTER, Stage.SAMPLE, NO_LAYER, 95, 100, 0),
         step=step,

@@ -44,9 +44,7 @@ STEP = [
     (ROUTER, Stage.STEP, StepKind.DECODE, 100, 116.2, 1),
     (ROUTER, Stage.PLAN, -1, 100, 101),
     (ATTENTION, Stage.ATTENTION, 3, 101.5, 104.5),
-    (ATTENTION, Stage.MIXED_WAIT, 3, 104.5, 113.5),
     (EXPERT_IO, Stage.SHARED_FFN, 3, 105.0, 105.7),
-    (EXPERT_IO, Stage.GATE_WAIT, 3, 105.7, 106.5),
     (ROUTER, Stage.GATE, 3, 105.0, 106.0),
     (ROUTER, Stage.PILOT, 3, 106.1, 109.0),
     (EXPERT_IO, Stage.EXPERT_FFN, 3, 106.5, 108.5),
@@ -178,7 +176,7 @@ def test_what_drafts_cost_and_bring() -> None:
         (Stage.EXPERT_FFN, EXPERT_IO, "computing experts"),
         (Stage.ATTENTION, ATTENTION, "attention"),
         (Stage.SAMPLE, ROUTER, "router"),
-        (Stage.MIXED_WAIT, ATTENTION, "hops"),
+        (Stage.IO_READ, EXPERT_IO, "hops"),
     ],
 )
 def test_verdict_names_the_largest_share(stage: Stage, service: str, word: str) -> None:

@@ -39,13 +39,13 @@ def test_nested_stages_are_cut_out_and_rows_sum_to_the_wall_time() -> None:
     begin = time.monotonic_ns()
     with timer.stage(Stage.ATTENTION, 3):
         time.sleep(0.01)
-        with timer.stage(Stage.MIXED_WAIT, 3) as block:
+        with timer.stage(Stage.DENSE_FFN, 3) as block:
             time.sleep(0.02)
             block.n_bytes = 55
         time.sleep(0.01)
     wall = time.monotonic_ns() - begin
     rows = frame.rows(2)
-    assert [Stage(s) for s in rows["stage"]] == [Stage.ATTENTION, Stage.MIXED_WAIT, Stage.ATTENTION]
+    assert [Stage(s) for s in rows["stage"]] == [Stage.ATTENTION, Stage.DENSE_FFN, Stage.ATTENTION]
     assert rows["bytes"].tolist() == [0, 55, 0]
     assert (rows["step"] == 7).all()
     assert (rows["layer"] == 3).all()

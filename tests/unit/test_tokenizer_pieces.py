@@ -27,14 +27,14 @@ def test_pieces_of_a_byte_level_vocabulary_join_to_the_text(tmp_path: Path) -> N
     tokenizer.add_special_tokens([AddedToken("<|user|>", special=True)])
     tokenizer.add_tokens([AddedToken("<think>", special=False)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model = ModelTokenizer(tmp_path)
+    model, pieces = ModelTokenizer(tmp_path), read_pieces(tmp_path)
     for text in ("héllo wörld", "🙂 你好\n\t\x00\x7f\xa0\xad", "a <think> b", "".join(map(chr, range(0x250)))):
         ids = model.encode(text)
-        assert b"".join(map(model.piece, ids)).decode() == text
-        assert model.piece(ids[0], True) == model.piece(ids[0])
+        assert b"".join(map(pieces.of, ids)).decode() == text
+        assert pieces.of(ids[0], True) == pieces.of(ids[0])
     (control,) = model.encode("<|user|>")
-    assert model.piece(control) == b""
-    assert model.piece(1 << 20) == b""
+    assert pieces.of(control) == b""
+    assert pieces.of(1 << 20) == b""
 
 
 def test_byte_fallback_pieces_are_bytes(tmp_path: Path) -> None:
@@ -44,11 +44,11 @@ def test_byte_fallback_pieces_are_bytes(tmp_path: Path) -> None:
     for steps in (spaces, [*spaces, decoders.Strip(" ", 1, 0)]):
         tokenizer.decoder = decoders.Sequence(steps)
         tokenizer.save(str(tmp_path / "tokenizer.json"))
-        model = ModelTokenizer(tmp_path)
-        assert b"".join(model.piece(byte + 1) for byte in "é".encode()) == "é".encode()
-        assert [model.piece(257), model.piece(258), model.piece(259)] == [b" a", b"b", "\ufffd".encode()]
+        read = read_pieces(tmp_path)
+        assert b"".join(read.of(byte + 1) for byte in "é".encode()) == "é".encode()
+        assert [read.of(257), read.of(258), read.of(259)] == [b" a", b"b", "\ufffd".encode()]
         for ids in ([257, 257, 258], [258, 257]):  # as a text of its own
-            pieces = [model.piece(token, idx == 0) for idx, token in enumerate(ids)]
+            pieces = [read.of(token, idx == 0) for idx, token in enumerate(ids)]
             assert b"".join(pieces).decode() == tokenizer.decode(ids)
 
 
@@ -82,9 +82,9 @@ def test_an_added_token_in_plain_spelling_is_its_spelling(tmp_path: Path) -> Non
     tokenizer = Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken("  ", special=False), AddedToken("日", special=False)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    model = ModelTokenizer(tmp_path)
+    read = read_pieces(tmp_path)
     for text in ("  ", "日"):
-        assert model.piece(tokenizer.token_to_id(text)).decode() == text
+        assert read.of(tokenizer.token_to_id(text)).decode() == text
 
 
 @pytest.mark.parametrize("letter", ["a", "é ", " "])
