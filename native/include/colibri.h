@@ -98,7 +98,7 @@ CB_API void cb_pool_free(cb_pool *pool);
  * holds for their scales.
  * act says how activations enter: CB_ACT_Q8 (int8 per row and group of 64 inputs; only with CB_Q8 / CB_Q4) or
  * CB_ACT_F32. */
-enum { CB_NONE = 0, CB_F32 = 1, CB_BF16 = 2, CB_Q8 = 3, CB_Q4 = 4 };
+enum { CB_NONE = 0, CB_F32 = 1, CB_BF16 = 2, CB_Q8 = 3, CB_Q4 = 4, CB_N_FORMATS };
 enum { CB_ACT_F32 = 0, CB_ACT_Q8 = 1 };
 
 typedef struct {

@@ -69,7 +69,6 @@ typedef struct {
     int row_scale_bytes;     /* one scale per row */
     int group_scale_bytes;   /* one per row and group */
 } cb_format;
-#define CB_N_FORMATS 5
 extern const cb_format cb_formats[CB_N_FORMATS]; /* entry 0, CB_NONE, has no name */
 static inline bool cb_has_scales(int format)
 {

@@ -6,6 +6,7 @@ Used by the converter, by ``synth`` and by tests; the services never pack or unp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def pack_matrix(w: F32, fmt: str) -> tuple[U8, U8 | None]:
         part = w[start : start + step]
         if part.shape[0] % TILE_ROWS:
             part = np.concatenate([part, np.zeros((-part.shape[0] % TILE_ROWS, in_), np.float32)])
-        packed, scales = _PACKERS[fmt](part)
+        packed, scales = PACKINGS[fmt][0](part)
         weight[weight_at : weight_at + packed.size] = packed
         weight_at += packed.size
         if scales is not None:
@@ -72,15 +73,7 @@ def pack_matrix(w: F32, fmt: str) -> tuple[U8, U8 | None]:
 
 def unpack_matrix(weight: U8, scale: U8 | None, fmt: str, out: int, in_: int) -> F32:
     """The dequantised matrix f32[out, in]; exact for f32 and bf16. Padding is dropped, not checked."""
-    tiles = n_tiles(out)
-    if fmt == "f32":
-        plain = weight.view(np.float32).reshape(tiles, in_, TILE_ROWS)
-    elif fmt == "bf16":
-        plain = from_bf16(weight.view(np.uint16)).reshape(tiles, in_, TILE_ROWS)
-    else:
-        q, s = unpack_quants(weight, scale, fmt, out, in_)
-        return q.astype(np.float32) * (s[:, None] if fmt == "q8" else np.repeat(s, GROUP, axis=1)[:, :in_])
-    return np.ascontiguousarray(plain.transpose(0, 2, 1).reshape(-1, in_)[:out])
+    return PACKINGS[fmt][1](weight, scale, out, in_)
 
 
 def unpack_quants(
@@ -199,4 +192,35 @@ def _pad_groups_i8(q: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
     return np.ascontiguousarray(np.pad(q, ((0, 0), (0, rest))) if rest else q)
 
 
-_PACKERS = {"f32": _pack_f32, "bf16": _pack_bf16, "q8": _pack_q8, "q4": _pack_q4}
+def _untiled(tiles: npt.NDArray[Any], out: int, in_: int) -> F32:
+    return np.ascontiguousarray(tiles.reshape(-1, in_, TILE_ROWS).transpose(0, 2, 1).reshape(-1, in_)[:out])
+
+
+def _unpack_f32(weight: U8, scale: U8 | None, out: int, in_: int) -> F32:
+    return _untiled(weight.view(np.float32), out, in_)
+
+
+def _unpack_bf16(weight: U8, scale: U8 | None, out: int, in_: int) -> F32:
+    return _untiled(from_bf16(weight.view(np.uint16)), out, in_)
+
+
+def _unpack_q8(weight: U8, scale: U8 | None, out: int, in_: int) -> F32:
+    q, s = unpack_quants(weight, scale, "q8", out, in_)
+    return q.astype(np.float32) * s[:, None]
+
+
+def _unpack_q4(weight: U8, scale: U8 | None, out: int, in_: int) -> F32:
+    q, s = unpack_quants(weight, scale, "q4", out, in_)
+    return q.astype(np.float32) * np.repeat(s, GROUP, axis=1)[:, :in_]
+
+
+Pack = Callable[[F32], tuple[U8, U8 | None]]
+Unpack = Callable[[U8, U8 | None, int, int], F32]
+
+PACKINGS: dict[str, tuple[Pack, Unpack]] = {
+    "f32": (_pack_f32, _unpack_f32),
+    "bf16": (_pack_bf16, _unpack_bf16),
+    "q8": (_pack_q8, _unpack_q8),
+    "q4": (_pack_q4, _unpack_q4),
+}
+"""Of each format of the library: rows f32[16 n, in] to bytes and scales, and back."""

@@ -17,6 +17,7 @@ from conversion.synth import Synthesis, preset_config
 from native.matrix import ACT_F32, FORMATS, matrix, scale_bytes, weight_bytes
 from shared.container.format import PRECISIONS, expert_layout, plan_container, plan_facts
 from shared.container.pack import (
+    PACKINGS,
     from_bf16,
     pack_matrix,
     quantise_groups,
@@ -44,6 +45,7 @@ def sample(out: int, in_: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize(("out", "in_"), SIZES)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_format_of_the_library_is_packed_in_its_size(fmt: str, out: int, in_: int) -> None:
+    assert tuple(PACKINGS) == tuple(FORMATS)
     weight, scale = pack_matrix(sample(out, in_), fmt)
     assert weight.size == weight_bytes(fmt, out, in_)
     assert (0 if scale is None else scale.size) == scale_bytes(fmt, out, in_)
