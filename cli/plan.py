@@ -20,6 +20,7 @@ from shared.errors import ConfigError
 from shared.machine.drive import kept_folder
 from shared.machine.memory_probe import probe_memory
 from shared.memory.warm_sets import find_sets, known_dirs
+from shared.model.family import load_spec
 from shared.model.spec import ModelSpec
 from shared.planning.drive_probe import drives_of
 from shared.planning.ledger import DEFAULT_CHUNK, LEDGER_SUMS, ledger_rows, make_ledger
@@ -147,7 +148,7 @@ def _facts(model: Path, precision: str | None, mirrors: tuple[str, ...]) -> tupl
     if os.path.lexists(model / INDEX_NAME) or not os.path.lexists(model / "config.json"):
         container = Container.open(model, mirrors)
         return container.spec, container.facts(), container
-    spec = ModelSpec.load(model)  # a family that is not understood ends here: no precision makes it one
+    spec = load_spec(model)  # a family that is not understood ends here: no precision makes it one
     if precision is None:
         precision = DEFAULT_PRECISION
         say(f"note: {model} is a checkpoint; this is its plan as if converted with --precision {precision}.")

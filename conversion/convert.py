@@ -37,8 +37,7 @@ from shared.container.recognise import why_no_checkpoint
 from shared.errors import ConfigError, ContainerError
 from shared.files import read_file
 from shared.model.config_reader import read_json, without_mtp
-from shared.model.families import expert_source, source_name
-from shared.model.spec import ModelSpec
+from shared.model.family import expert_source, load_spec, source_name
 from shared.model.tensors import Source
 
 VERSION = "0.2.0"
@@ -87,7 +86,7 @@ class Conversion:
         if complaint := why_no_checkpoint(source):
             raise ContainerError(complaint)
         self.source, self.precision, self.has_mtp = source, precision, has_mtp
-        self.spec = ModelSpec.load(source, has_mtp=has_mtp)
+        self.spec = load_spec(source, has_mtp=has_mtp)
         self.plan: ContainerPlan = plan_container(self.spec, PRECISIONS[precision])
         names = [*COPIED_FILES, *_template_names(source)]
         self.copied: dict[str, bytes] = {name: data for name in names if (data := self._read_small(name)) is not None}

@@ -22,7 +22,7 @@ from native.matrix import GROUP, TILE_ROWS, scale_bytes, weight_bytes
 from shared.container.format import PRECISIONS, Converter, DenseItem, ExpertFilePlan, Index, plan_container
 from shared.container.pack import F32, U8
 from shared.errors import ConfigError
-from shared.model.spec import ModelSpec
+from shared.model.family import spec_of
 
 _GLM_5_2: Mapping[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
@@ -108,7 +108,7 @@ class Synthesis:
         if precision not in PRECISIONS:
             raise ConfigError(f"--precision must be one of {', '.join(PRECISIONS)}, found {precision!r}.")
         self.config, self.precision, self.seed = dict(config), precision, seed
-        self.spec = ModelSpec.from_config(self.config)
+        self.spec = spec_of(self.config)
         self.plan = plan_container(self.spec, PRECISIONS[precision])
 
     @property

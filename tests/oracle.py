@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from conversion.convert import Conversion
-from shared.model.families import names
+from shared.model.family import names
 
 DIRECTORY = Path(__file__).parent / "oracles"
 

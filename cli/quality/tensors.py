@@ -17,6 +17,7 @@ from shared.container.plain import dense_values, expert_biases, expert_values, t
 from shared.container.reader import Container, Tensor, aligned_buffer
 from shared.container.recognise import why_no_checkpoint
 from shared.errors import ContainerError
+from shared.model.family import load_spec
 from shared.model.spec import ModelSpec
 
 _FREE_FIELDS = frozenset({"eos_ids", "max_context"})
@@ -33,7 +34,7 @@ class Pair:
         has_mtp = bool(self.container.spec.n_mtp)  # `colibri convert --no-mtp` left it out
         if complaint := why_no_checkpoint(source):
             raise ContainerError(complaint)
-        source_spec = ModelSpec.load(source, has_mtp=has_mtp)
+        source_spec = load_spec(source, has_mtp=has_mtp)
         require_same_model(model, self.container.spec, source, source_spec)
         # f32: the plan's names and shapes are those of every precision, its values are not used.
         self.source = Conversion(source, "f32", has_mtp=has_mtp)

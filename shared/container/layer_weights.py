@@ -16,7 +16,8 @@ from native.kernels import Ffn
 from native.library import NativeError, address
 from shared.memory.big_memory import Home, NamedMemory, PrivateMemory, content_of
 from shared.memory.huge_pages import huge_bytes
-from shared.model.kv_layout import LayerKv, group_kv
+from shared.model.attention.kind import LayerKv
+from shared.model.kv_layout import group_kv
 from shared.model.tensors import matrix_of
 
 if TYPE_CHECKING:

@@ -46,6 +46,7 @@ from shared.container.recognise import why_no_container
 from shared.container.safetensors_file import FileHeader, read_header
 from shared.errors import ChecksumMismatch, ContainerError, ShortRead
 from shared.files import is_file, open_file, read_file, strict_json
+from shared.model.family import load_spec
 from shared.model.spec import ModelSpec
 
 _PIECE_BYTES = 4 << 20
@@ -166,7 +167,7 @@ class Container:
         """
         path = Path(path)
         index = _read_index(path)
-        spec = ModelSpec.load(path)
+        spec = load_spec(path)
         if index.family != spec.family:
             raise ContainerError(
                 f"{path}: {INDEX_NAME} says family {index.family!r}, config.json says {spec.family!r}. Convert "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shared.container.format import INDEX_NAME
 from shared.errors import ColibriError
-from shared.model.spec import ModelSpec
+from shared.model.family import load_spec
 
 UNFINISHED_DIR = ".unfinished"
 """In a directory that ``colibri convert`` is writing, or was when it was interrupted."""
@@ -84,7 +84,7 @@ def shard_names(names: list[str]) -> list[str]:
 def _about_checkpoint(path: Path) -> str:
     what = f"{path} is a checkpoint, not a container (it has no {INDEX_NAME})"
     try:
-        ModelSpec.load(path)  # nobody shall convert for hours to learn that the family is unknown
+        load_spec(path)  # nobody shall convert for hours to learn that the family is unknown
     except ColibriError as error:
         return f"{what}, and it can't be converted: {error}"
     return f"{what}. Run: colibri convert {_quoted(path)} OUT"

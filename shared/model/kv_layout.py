@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from native.attention import KV_BLOCK as KV_BLOCK
+from shared.model.attention.kind import Attention, LayerKv
 
 if TYPE_CHECKING:
-    from shared.model.attention.kind import Attention
     from shared.run.config import GroupConfig
 
 KV_ITEM_BYTES = {"f32": 4, "bf16": 2}
@@ -30,20 +30,6 @@ class StatePlaces:
     n_sequences: int = 0
     n_drafts: int = 0
     n_snapshots: int = 0
-
-
-@dataclass(frozen=True)
-class LayerKv:
-    """Byte offsets of one layer in its segment: one per entry of ``Attention.rows``; None where it keeps no state."""
-
-    rows: tuple[int, ...]
-    state: int | None = None
-    drafts: int | None = None
-
-    def at(self, start: int) -> LayerKv:
-        """The same as addresses, the segment being at ``start``."""
-        state, drafts = (None if offset is None else start + offset for offset in (self.state, self.drafts))
-        return LayerKv(tuple(start + offset for offset in self.rows), state, drafts)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,14 @@
-"""What a model is, read from ``config.json``: sizes, layer kinds, each layer's attention, routing, ids that end a turn.
+"""What a model is: sizes, layer kinds, each layer's attention, routing, ids that end a turn.
 
-No weights. Every process that needs a shape asks here; nobody else reads ``config.json``. What a family's keys mean is
-its module's in ``families``; what depends on a kind of attention, of gate or of inner function is that kind's module. A
-family that is not listed, a missing key, or values that contradict each other are a ``ConfigError``.
+No weights. Every process that needs a shape asks here. ``family`` reads it from ``config.json``; what a family's keys mean
+is its module's in ``families``; what depends on a kind of attention, of gate or of inner function is that kind's module.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import msgspec
 
-from shared.model import families
 from shared.model.attention.kind import Attention
-from shared.model.config_reader import Config, ConfigReader, read_json, without_mtp
 from shared.model.gate import Gate
 from shared.model.inner import Inner
 
@@ -89,20 +83,3 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def layer_kind(self, layer: int) -> str:
         return "moe" if layer == self.n_layers and self.n_mtp else self.layer_kinds[layer]
-
-    @staticmethod
-    def load(model_dir: Path | str, *, has_mtp: bool = True) -> ModelSpec:
-        """Reads ``config.json`` and, when present, ``generation_config.json`` of a checkpoint or a container.
-
-        ``has_mtp``: False for the model without its MTP layer, whatever config.json says of one.
-        """
-        model_dir = Path(model_dir)
-        generation_path = model_dir / "generation_config.json"
-        generation = read_json(generation_path) if os.path.lexists(generation_path) else None
-        config = read_json(model_dir / "config.json")
-        return ModelSpec.from_config(config if has_mtp else without_mtp(config), generation)
-
-    @staticmethod
-    def from_config(config: Config, generation: Config | None = None) -> ModelSpec:
-        """The spec of a parsed ``config.json``; ``generation`` is ``generation_config.json``."""
-        return families.module(config.get("model_type")).spec(ConfigReader(config, generation))

@@ -12,6 +12,7 @@ from conversion.checkpoint import Checkpoint
 from native.attention import AttnLayer
 from native.library import Pool
 from shared.model.attention.latent import Latent
+from shared.model.family import load_spec
 from shared.model.spec import ModelSpec
 from tests.checkasm.attn_cases import Cache, Dims, Result, packed, run
 
@@ -96,7 +97,7 @@ def ffn(checkpoint: Checkpoint, layer: int, h: np.ndarray, trace: dict[str, np.n
 @pytest.mark.parametrize("family", ["glm_moe_dsa", "glm_moe_dsa_fp8", "deepseek_v3", "deepseek_v32"])
 def test_every_layer_of_the_trace(family: str, chunk: int) -> None:
     folder = ORACLES / family
-    spec = ModelSpec.load(folder)
+    spec = load_spec(folder)
     trace = dict(np.load(folder / "trace.npz"))
     checkpoint = Checkpoint.open(folder)
     try:

@@ -22,8 +22,8 @@ from shared.container import pack
 from shared.container.format import PRECISIONS, plan_container
 from shared.experts import residency
 from shared.messages.router import Sampling
-from shared.model import families
-from shared.model.spec import ModelSpec
+from shared.model import families, family
+from shared.model.family import load_spec
 from shared.run.config import Passed, Settings
 from shared.wire.links import TRANSPORTS
 from tests.oracle import oracle_dir
@@ -111,10 +111,10 @@ def test_a_family_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     config = json.loads((oracle_dir("olmoe") / "config.json").read_text()) | {"model_type": "newcomer"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(families, "__path__", [*families.__path__, str(tmp_path / "families")])
-    families.names.cache_clear()
+    family.names.cache_clear()
     try:
-        spec = ModelSpec.load(tmp_path)
+        spec = load_spec(tmp_path)
         assert spec.family == "newcomer" and spec.n_experts == config["num_experts"]
         assert plan_container(spec, PRECISIONS["int4"]).experts
     finally:
-        families.names.cache_clear()
+        family.names.cache_clear()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.model import families
+from shared.model import family
 from tests.contract.test_imports import ROOT, sources
 from tests.oracle import DIRECTORY
 
@@ -31,12 +31,12 @@ def test_nothing_else_names_a_family() -> None:
     found = {
         str(path.relative_to(ROOT)): sorted(known)
         for path in sources()
-        if (known := strings(path) & set(families.names())) and path.parent != ROOT / "shared/model/families"
+        if (known := strings(path) & set(family.names())) and path.parent != ROOT / "shared/model/families"
     }
     assert set(found) == PRESETS, found
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", family.names())
 def test_each_family_names_itself_and_stands_in_the_readme(name: str) -> None:
     assert name in strings(ROOT / "shared/model/families" / f"{name}.py")
     assert f"`{name}`" in (ROOT / "README.md").read_text()
@@ -45,4 +45,4 @@ def test_each_family_names_itself_and_stands_in_the_readme(name: str) -> None:
 def test_each_family_with_a_structure_of_its_own_has_an_oracle() -> None:
     """kimi_k2 is deepseek_v3 with other sizes."""
     known = {json.loads((path / "config.json").read_text())["model_type"] for path in DIRECTORY.iterdir()}
-    assert set(families.names()) - known == {"kimi_k2"}
+    assert set(family.names()) - known == {"kimi_k2"}

@@ -13,7 +13,7 @@ import pytest
 
 from shared.container.format import PRECISIONS as FORMATS_BY_PRECISION
 from shared.container.reader import Container, aligned_buffer
-from shared.model.families import source_name
+from shared.model.family import source_name
 from tests.oracle import (
     LATENT_ORACLES,
     MTP_ORACLES,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from native.library import available_isas
+from shared.model.family import load_spec
 from shared.model.spec import ModelSpec
 from tests.group.harness import Group
 from tests.oracle import MTP_ORACLES, ORACLES, oracle_array
@@ -62,7 +63,7 @@ def test_no_knob_changes_an_answer(converted: Converted, start_group: StartGroup
     prompt = oracle_array(name, "prompt_ids").tolist()
     prompts = [prompt, prompt[3:], prompt[:2], prompt[::-1] + prompt]
     answers: dict[str, list[list[int]]] = {}
-    for title, knobs in knob_sets(ModelSpec.load(model)).items():
+    for title, knobs in knob_sets(load_spec(model)).items():
         group = start_group(model, **knobs)
         alone = [group.tokens(prompts[0], n)]
         alone += [group.tokens(p, n, temperature=1, seed=i) for i, p in enumerate(prompts)]

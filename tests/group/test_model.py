@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shared.memory.segments import COUNTERS, Segment
-from shared.model.spec import ModelSpec
+from shared.model.family import load_spec
 from shared.step.counters import read_all
 from tests.group.harness import Group
 
@@ -50,7 +50,7 @@ def test_it_writes_sentences_and_its_drafts_are_accepted(start_group: StartGroup
 
 
 def test_the_words_do_not_depend_on_any_knob(start_group: StartGroup) -> None:
-    spec = ModelSpec.load(MODEL)
+    spec = load_spec(MODEL)
     n = len(spec.moe_layers) * spec.n_experts
     texts = {}
     for title, knobs in {

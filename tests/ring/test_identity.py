@@ -45,9 +45,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def knobs(variant: dict[str, Any], model: Path) -> dict[str, Any]:
-    from shared.model.spec import ModelSpec
+    from shared.model.family import load_spec
 
-    spec = ModelSpec.load(model)
+    spec = load_spec(model)
     slots = {"half": len(spec.moe_layers) * spec.n_experts // 2, "least": spec.gate_k + 1}
     return {key: slots.get(value, value) if key == "n_slots" else value for key, value in variant.items()}
 

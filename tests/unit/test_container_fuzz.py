@@ -16,7 +16,7 @@ from conversion.convert import Conversion
 from conversion.synth import Synthesis, preset_config
 from shared.container.reader import Container, aligned_buffer
 from shared.errors import ColibriError, ConfigError
-from shared.model.spec import ModelSpec
+from shared.model.family import spec_of
 from tests.oracle import oracle_config, oracle_dir
 
 ODD_VALUES: list[Any] = [
@@ -55,7 +55,7 @@ def test_config_json(name: str) -> None:
         if rng.random() < 0.3:
             config = mutated(config, rng)
         try:
-            spec = ModelSpec.from_config(config if isinstance(config, dict) else {})
+            spec = spec_of(config if isinstance(config, dict) else {})
         except ConfigError as error:
             str(error).encode()  # printable: a lone surrogate in the file must not reach the terminal
             n_refused += 1

@@ -8,6 +8,7 @@ import pytest
 from conversion.synth import preset_config
 from shared.container.format import PRECISIONS, plan_container, plan_facts
 from shared.model.attention.kind import Attention, SequenceState
+from shared.model.family import spec_of
 from shared.model.kv_layout import KV_BLOCK, KvLayout, StatePlaces, kv_layout
 from shared.model.spec import ModelSpec
 from shared.planning.ledger import make_ledger
@@ -47,8 +48,8 @@ def spans(layout: KvLayout, layers: tuple[Attention, ...], item: int, states: St
 
 
 def mixed() -> tuple[Attention, ...]:
-    spec = ModelSpec.from_config(preset_config("tiny", 3))
-    grouped = ModelSpec.from_config(oracle_config("glm4_moe")).attention[0]
+    spec = spec_of(preset_config("tiny", 3))
+    grouped = spec_of(oracle_config("glm4_moe")).attention[0]
     recurrent = Recurrent(hidden=64, rms_eps=1e-6, n_values=5000, draft_values=300)
     return (recurrent, *spec.main_attention, recurrent, grouped)
 
@@ -75,7 +76,7 @@ def test_addresses_are_offsets_from_the_start() -> None:
 
 def test_states_are_in_the_ledger() -> None:
     """Of each sequence, whatever its length, with what drafts need."""
-    plain = ModelSpec.from_config(preset_config("tiny", 4, True))
+    plain = spec_of(preset_config("tiny", 4, True))
     facts = plan_facts(plain, plan_container(plain, PRECISIONS["int4"]))
     recurrent = Recurrent(hidden=64, rms_eps=1e-6, n_values=1 << 20, draft_values=1 << 18)
     spec = msgspec.structs.replace(plain, attention=(recurrent, *plain.attention[1:]))

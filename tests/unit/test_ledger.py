@@ -13,6 +13,7 @@ from conversion.synth import preset_config
 from shared.container.format import PRECISIONS, Facts, plan_container, plan_facts
 from shared.errors import CapacityError, ConfigError
 from shared.machine.memory_probe import probe_memory
+from shared.model.family import spec_of
 from shared.model.kv_layout import KV_BLOCK, kv_layout
 from shared.model.spec import ModelSpec
 from shared.planning.ledger import BUDGET_SHARE, Ledger, change_budget, make_ledger
@@ -28,7 +29,7 @@ def frames(spec: ModelSpec, rows: int, logit_rows: int, sequences: int, blocks: 
 
 
 def model(preset: str, layers: int = 4, mtp: bool = False, precision: str = "int4") -> tuple[ModelSpec, Facts]:
-    spec = ModelSpec.from_config(preset_config(preset, layers, mtp))
+    spec = spec_of(preset_config(preset, layers, mtp))
     return spec, plan_facts(spec, plan_container(spec, PRECISIONS[precision]))
 
 

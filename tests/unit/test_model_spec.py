@@ -12,6 +12,7 @@ import pytest
 from conversion.synth import preset_config
 from shared.errors import ConfigError
 from shared.model.attention.grouped import Grouped
+from shared.model.family import load_spec, spec_of
 from shared.model.spec import ModelSpec
 from tests.oracle import MTP_ORACLES, ORACLES, oracle_config, oracle_dir
 
@@ -19,11 +20,11 @@ GLM_5_2_FULL = (0, 1, 2, 6, 10, 14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58, 
 
 
 def glm(**changes: Any) -> ModelSpec:
-    return ModelSpec.from_config({**oracle_config("glm_moe_dsa"), **changes})
+    return spec_of({**oracle_config("glm_moe_dsa"), **changes})
 
 
 def deepseek(name: str = "deepseek_v3", **changes: Any) -> ModelSpec:
-    return ModelSpec.from_config({**oracle_config(name), **changes})
+    return spec_of({**oracle_config(name), **changes})
 
 
 def kinds(spec: ModelSpec) -> tuple[str, ...]:
@@ -39,7 +40,7 @@ def without(name: str, *keys: str) -> dict[str, Any]:
 
 def refused(config: dict[str, Any], *words: str, generation: dict[str, Any] | None = None) -> None:
     with pytest.raises(ConfigError) as caught:
-        ModelSpec.from_config(config, generation)
+        spec_of(config, generation)
     text = str(caught.value)
     for word in words:
         assert word in text, text
@@ -48,7 +49,7 @@ def refused(config: dict[str, Any], *words: str, generation: dict[str, Any] | No
 
 def test_glm_5_2() -> None:
     config = preset_config("glm-5.2", 78, has_mtp=True) | {"first_k_dense_replace": 3}
-    spec = ModelSpec.from_config(config)
+    spec = spec_of(config)
     assert [i for i, kind in enumerate(kinds(spec)) if kind == "full"] == [*GLM_5_2_FULL, 78]
     mla = spec.attention[0]
     assert mla.softmax_scale == 0.0625
@@ -65,15 +66,11 @@ def test_glm_5_2() -> None:
 def test_indexer_kinds_by_list_pattern_and_rule_agree() -> None:
     listed = kinds(glm())
     assert listed == ("full", "full", "full", "shared", "shared", "shared", "full", "shared", "full")
-    by_rule = kinds(ModelSpec.from_config(without("glm_moe_dsa", "indexer_types")))
+    by_rule = kinds(spec_of(without("glm_moe_dsa", "indexer_types")))
     assert by_rule == listed
-    by_pattern = kinds(
-        ModelSpec.from_config(without("glm_moe_dsa", "indexer_types") | {"index_topk_pattern": "FFFSSSFS"})
-    )
+    by_pattern = kinds(spec_of(without("glm_moe_dsa", "indexer_types") | {"index_topk_pattern": "FFFSSSFS"}))
     assert by_pattern == listed
-    no_rule = ModelSpec.from_config(
-        without("glm_moe_dsa", "indexer_types", "index_topk_freq", "index_skip_topk_offset")
-    )
+    no_rule = spec_of(without("glm_moe_dsa", "indexer_types", "index_topk_freq", "index_skip_topk_offset"))
     assert set(kinds(no_rule)) == {"full"}
     assert set(kinds(deepseek("deepseek_v32"))) == {"full"}
     assert set(kinds(deepseek())) == {"none"}
@@ -85,7 +82,7 @@ def test_indexer_rope_differs_by_family() -> None:
     def turns_neighbours(spec: ModelSpec) -> bool:
         return all(layer.indexer.rope.is_interleaved for layer in spec.attention)
 
-    assert turns_neighbours(ModelSpec.from_config(without("glm_moe_dsa", "indexer_rope_interleave")))
+    assert turns_neighbours(spec_of(without("glm_moe_dsa", "indexer_rope_interleave")))
     assert not turns_neighbours(deepseek("deepseek_v32"))
     assert turns_neighbours(deepseek("deepseek_v32", indexer_rope_interleave=True))
     assert deepseek("deepseek_v32").attention[0].rope.is_interleaved
@@ -96,9 +93,9 @@ def test_both_spellings_of_rope() -> None:
     config = without("deepseek_v3", "rope_theta", "rope_scaling")
     scaling = dict(oracle_config("deepseek_v3")["rope_scaling"])
     scaling["rope_type"] = scaling.pop("type")
-    new = ModelSpec.from_config({**config, "rope_parameters": {"rope_theta": 10000, **scaling}})
+    new = spec_of({**config, "rope_parameters": {"rope_theta": 10000, **scaling}})
     assert new == old
-    plain = ModelSpec.from_config({**config, "rope_theta": 10000, "rope_scaling": None})
+    plain = spec_of({**config, "rope_theta": 10000, "rope_scaling": None})
     assert plain.attention[0].rope.yarn_factor == 1.0
     assert plain.attention[0].softmax_scale == 40**-0.5
 
@@ -140,18 +137,18 @@ def test_latent_eps_defaults_to_rms_eps() -> None:
 
 def test_layer_kinds() -> None:
     assert glm().layer_kinds == ("dense",) * 3 + ("moe",) * 5
-    assert ModelSpec.from_config(without("glm_moe_dsa", "mlp_layer_types")) == glm()
-    assert ModelSpec.from_config(without("glm_moe_dsa", "first_k_dense_replace")) == glm()
+    assert spec_of(without("glm_moe_dsa", "mlp_layer_types")) == glm()
+    assert spec_of(without("glm_moe_dsa", "first_k_dense_replace")) == glm()
     mixed = ["sparse", "dense"] + ["sparse"] * 6
-    scattered = ModelSpec.from_config(without("glm_moe_dsa", "first_k_dense_replace") | {"mlp_layer_types": mixed})
+    scattered = spec_of(without("glm_moe_dsa", "first_k_dense_replace") | {"mlp_layer_types": mixed})
     assert scattered.moe_layers == (0, 2, 3, 4, 5, 6, 7, 8)
 
 
 def test_end_ids_are_the_union_of_both_files() -> None:
     config = oracle_config("deepseek_v3")
-    assert ModelSpec.from_config(config, {"eos_token_id": [7, 1]}).eos_ids == (1, 7)
-    assert ModelSpec.from_config(config, {}).eos_ids == (1,)
-    assert ModelSpec.from_config(without("deepseek_v3", "eos_token_id")).eos_ids == ()
+    assert spec_of(config, {"eos_token_id": [7, 1]}).eos_ids == (1, 7)
+    assert spec_of(config, {}).eos_ids == (1,)
+    assert spec_of(without("deepseek_v3", "eos_token_id")).eos_ids == ()
     refused(config, "eos_token_id", "generation_config.json", generation={"eos_token_id": 256})
 
 
@@ -161,13 +158,13 @@ def test_q_lora_rank_null_is_a_plain_projection() -> None:
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_oracles_load_from_disk(name: str) -> None:
-    spec = ModelSpec.load(oracle_dir(name))
+    spec = load_spec(oracle_dir(name))
     assert spec.n_mtp == (name in MTP_ORACLES)
     assert spec.eos_ids
 
 
 def grouped(name: str, **changes: Any) -> Grouped:
-    found = ModelSpec.from_config({**oracle_config(name), **changes}).attention[0]
+    found = spec_of({**oracle_config(name), **changes}).attention[0]
     assert isinstance(found, Grouped)
     return found
 
@@ -183,17 +180,17 @@ def test_what_grouped_families_differ_in() -> None:
     assert not glm4.has_output_bias
     assert grouped("qwen3_moe", attention_bias=True).has_output_bias
     older = {key: value for key, value in oracle_config("olmoe").items() if key != "rms_norm_eps"}
-    assert ModelSpec.from_config(older).rms_eps == 1e-5
-    gates = [ModelSpec.from_config(oracle_config(name)).gate for name in ("qwen3_moe", "olmoe", "mixtral", "glm4_moe")]
+    assert spec_of(older).rms_eps == 1e-5
+    gates = [spec_of(oracle_config(name)).gate for name in ("qwen3_moe", "olmoe", "mixtral", "glm4_moe")]
     assert [gate.scoring for gate in gates] == ["softmax"] * 3 + ["sigmoid"]
     assert [gate.norm_topk for gate in gates] == [True, False, True, True]
-    gpt = ModelSpec.from_config(oracle_config("gpt_oss"))
+    gpt = spec_of(oracle_config("gpt_oss"))
     assert [layer.window for layer in gpt.attention] == [8, 0, 8, 0]
     assert all(layer.has_sinks and layer.has_output_bias for layer in gpt.attention)
     assert not gpt.attention[0].rope.yarn_truncate
     assert math.isclose(gpt.attention[0].rope.amplitude, 0.1 * math.log(4) + 1)
     assert (gpt.inner.function, gpt.inner.limit, gpt.gate.has_logit_bias) == ("swiglu", 7.0, True)
-    some_dense = ModelSpec.from_config(oracle_config("qwen3_moe") | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    some_dense = spec_of(oracle_config("qwen3_moe") | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert some_dense.layer_kinds == ("dense", "moe", "dense", "dense")
     assert some_dense.dense_inner == 160
 
@@ -305,15 +302,15 @@ def test_mscale_must_be_a_number(key: str, bad: Any) -> None:
 
 def test_files_that_are_no_json(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
-        ModelSpec.load(tmp_path)
+        load_spec(tmp_path)
     for text in ("", "{", "[" * 100_000, "nonsense", b"\xff\xfe\x00".decode("latin1")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match="not valid JSON"):
-            ModelSpec.load(tmp_path)
+            load_spec(tmp_path)
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="expected an object"):
-        ModelSpec.load(tmp_path)
+        load_spec(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(oracle_config("glm_moe_dsa")))
     (tmp_path / "generation_config.json").write_text("oops")
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
-        ModelSpec.load(tmp_path)
+        load_spec(tmp_path)

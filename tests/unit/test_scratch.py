@@ -12,7 +12,7 @@ from native.kernels import ExpertJobs, ffn, ffn_forward
 from native.library import Pool
 from native.matrix import matrix, scale_bytes, weight_bytes
 from shared.container.reader import aligned_buffer
-from shared.model.spec import ModelSpec
+from shared.model.family import spec_of
 from shared.model.tensors import PlannedTensor
 from shared.planning import ledger
 from tests.oracle import oracle_config
@@ -50,7 +50,7 @@ def zeroes(n_bytes: int) -> np.ndarray:
 @pytest.mark.parametrize("n_threads", [1, 3])
 def test_attention_takes_what_was_measured(name: str, n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same calls with weights, caches and threads."""
-    spec = ModelSpec.from_config(MODELS[name])
+    spec = spec_of(MODELS[name])
     n_rows, context = 130, 300
     cache = zeroes((-(-context // 64)) * 64 * 4096)
     for attention in dict.fromkeys(spec.attention):
@@ -68,7 +68,7 @@ def test_attention_takes_what_was_measured(name: str, n_threads: int, monkeypatc
 
 
 def test_experts_take_what_was_measured() -> None:
-    spec, rows, k = ModelSpec.from_config(oracle_config("deepseek_v3")), 200, 4
+    spec, rows, k = spec_of(oracle_config("deepseek_v3")), 200, 4
     hidden, inner = 512, 1024
 
     def part(out: int, in_: int) -> Any:
@@ -98,7 +98,7 @@ def test_a_dry_pool_computes_nothing() -> None:
 
 
 def test_more_rows_or_context_never_need_less() -> None:
-    spec = ModelSpec.from_config(preset_config("glm-5.2", 4, True))
+    spec = spec_of(preset_config("glm-5.2", 4, True))
     sizes = [ledger.attention_work_bytes(spec, rows, 8192, 4) for rows in (1, 8, 64, 512)]
     assert sizes == sorted(sizes)
     assert ledger.attention_work_bytes(spec, 64, 65536, 4) >= sizes[2]

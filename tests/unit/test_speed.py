@@ -6,6 +6,7 @@ import pytest
 
 from conversion.synth import preset_config
 from shared.container.format import PRECISIONS, Facts, plan_container, plan_facts
+from shared.model.family import spec_of
 from shared.model.spec import ModelSpec
 from shared.planning.ledger import DEFAULT_CHUNK, MAX_CHUNK, Ledger, make_ledger
 from shared.planning.speed import COMPUTE_SHARE, covering_chunk, predict_speed
@@ -16,7 +17,7 @@ GIB = 1 << 30
 
 @pytest.fixture(scope="module")
 def glm() -> tuple[ModelSpec, Facts]:
-    spec = ModelSpec.from_config(preset_config("glm-5.2", 78) | {"first_k_dense_replace": 3})
+    spec = spec_of(preset_config("glm-5.2", 78) | {"first_k_dense_replace": 3})
     return spec, plan_facts(spec, plan_container(spec, PRECISIONS["int4"]))
 
 
@@ -66,7 +67,7 @@ def test_a_longer_chunk_is_taken_where_memory_allows(glm: tuple[ModelSpec, Facts
 
 
 def test_a_model_without_experts_has_nothing_to_cover() -> None:
-    spec = ModelSpec.from_config(preset_config("tiny", 3))
+    spec = spec_of(preset_config("tiny", 3))
     facts = plan_facts(spec, plan_container(spec, PRECISIONS["int4"]))
     assert covering_chunk(spec, Facts(0, 0, 0, 0, 0, ()), 1e9, 1e12) == DEFAULT_CHUNK
     assert covering_chunk(spec, facts, 1e9, 1e15) == MAX_CHUNK

@@ -15,8 +15,7 @@ from native.attention import AttnStep
 from native.gqa import GqaLayer, gqa_forward
 from native.library import Pool
 from native.matrix import Matrix, absent_matrix
-from shared.model.attention.kind import Attention, PositionRows
-from shared.model.kv_layout import LayerKv
+from shared.model.attention.kind import Attention, LayerKv, PositionRows
 from shared.model.lanes import Lanes, causal
 from shared.model.rope import Rope
 from shared.model.tensors import F32, PlannedTensor, Tensors, matrix_of, planned_matrix, planned_vector

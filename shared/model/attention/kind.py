@@ -7,6 +7,7 @@ the same arithmetic in numpy. The rest of the engine knows this class alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -15,7 +16,6 @@ import numpy as np
 from native.attention import KV_BLOCK, AttnStep
 from native.library import Pool
 from native.matrix import ALIGNMENT
-from shared.model.kv_layout import LayerKv
 from shared.model.lanes import Lanes
 from shared.model.tensors import F32, PlannedTensor, Tensors, stand_ins
 
@@ -38,6 +38,20 @@ class SequenceState(msgspec.Struct, frozen=True):
     name: str
     n_values: int
     draft_values: int = 0
+
+
+@dataclass(frozen=True)
+class LayerKv:
+    """Byte offsets of one layer in its segment: one per entry of ``Attention.rows``; None where it keeps no state."""
+
+    rows: tuple[int, ...]
+    state: int | None = None
+    drafts: int | None = None
+
+    def at(self, start: int) -> LayerKv:
+        """The same as addresses, the segment being at ``start``."""
+        state, drafts = (None if offset is None else start + offset for offset in (self.state, self.drafts))
+        return LayerKv(tuple(start + offset for offset in self.rows), state, drafts)
 
 
 class AttentionKernel(Protocol):

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from native.attention import AttnLayer, AttnStep, attn_forward
 from native.library import Pool
 from native.matrix import ACT_F32, Matrix, absent_matrix
-from shared.model.attention.kind import Attention, PositionRows
-from shared.model.kv_layout import LayerKv
+from shared.model.attention.kind import Attention, LayerKv, PositionRows
 from shared.model.lanes import Lanes, causal
 from shared.model.rope import Rope
 from shared.model.tensors import F32, PlannedTensor, Source, Tensors, matrix_of, planned_matrix, planned_vector
