@@ -13,7 +13,8 @@ from bench.drive import DriveCeiling
 from bench.group import Group, Moment, Watch, run_group
 from bench.limits import LimitedGroup, drop_cache, memory_limit
 from bench.roofline import BenchError
-from shared.container.reader import Container, ExpertFile
+from shared.container.entries import ExpertFile
+from shared.container.reader import Container
 
 Say = Callable[[str], None]
 

@@ -35,7 +35,8 @@ from bench.limits import drop_cache
 from bench.roofline import BenchError
 from native.memory import HugeBuffer
 from native.reader import ReadDone, Reader, open_direct
-from shared.container.reader import Container, ExpertFile
+from shared.container.entries import ExpertFile
+from shared.container.reader import Container
 from shared.machine.drive import ReadSetting, kept_folder
 from shared.planning.drive_probe import drive_profile
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from numpy.typing import NDArray
 
 from shared.container.checksum import checksum
+from shared.container.entries import ExpertFile
 from shared.container.mirror import (
     MANIFEST_NAME,
     MANIFEST_VERSION,
@@ -30,7 +31,8 @@ from shared.container.mirror import (
     unpack_held,
     write_manifest,
 )
-from shared.container.reader import Container, ExpertFile, file_facts
+from shared.container.opening import file_facts
+from shared.container.reader import Container
 from shared.errors import CapacityError, ContainerError
 from shared.files import open_file
 from shared.kept import put_in_place

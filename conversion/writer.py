@@ -32,7 +32,7 @@ from shared.container.format import (
     Index,
     Stored,
 )
-from shared.container.reader import fingerprint_of
+from shared.container.opening import fingerprint_of
 from shared.container.recognise import UNFINISHED_DIR as STATE_DIR
 from shared.container.safetensors_file import build_header
 from shared.errors import CapacityError, ContainerError

@@ -11,10 +11,11 @@ import numpy as np
 from cli.quality.errors import Pieces
 from cli.quality.schemes import SCHEMES, Lane
 from conversion.convert import Conversion, chunk_rows
+from shared.container.entries import Tensor
 from shared.container.format import DenseItem, ExpertFilePlan
 from shared.container.pack import F32
 from shared.container.plain import dense_values, expert_biases, expert_values, table_values
-from shared.container.reader import Container, Tensor, aligned_buffer
+from shared.container.reader import Container, aligned_buffer
 from shared.container.recognise import why_no_checkpoint
 from shared.errors import ContainerError
 from shared.model.family import load_spec

@@ -9,9 +9,10 @@ import numpy as np
 from native.attention import embed
 from native.kernels import Ffn
 from native.memory import HugeBuffer
+from shared.container.entries import DenseEntry
 from shared.container.format import owner_of
 from shared.container.layer_weights import DensePart, ffn_of
-from shared.container.reader import Container, DenseEntry
+from shared.container.reader import Container
 from shared.container.table import TableOnDisk, witness
 from shared.errors import ContainerError
 from shared.memory.big_memory import DENSE, Home, content_of

@@ -13,8 +13,8 @@ from services.expert_io.engine import EngineSetup, ExpertEngine, Work
 from services.expert_io.events import Compute, Computed, Event, Read
 from services.expert_io.reads import SlotReads
 from services.expert_io.slots import Tier
+from shared.container.entries import ExpertFile
 from shared.container.format import ExpertLayout
-from shared.container.reader import ExpertFile
 from shared.experts.residency import Key
 from shared.model.inner import Inner
 from shared.run.config import GroupConfig

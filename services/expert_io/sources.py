@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from native.reader import open_direct
 from services.expert_io.copies import CopyChooser
+from shared.container.entries import Copy, ExpertFile
 from shared.container.mirror import number_drives
-from shared.container.reader import Container, Copy, ExpertFile
+from shared.container.reader import Container
 from shared.errors import StoreError
 from shared.experts.residency import Key
 

@@ -1,4 +1,4 @@
-"""The checkpoint's chat template: which file it is in, and a conversation rendered by it as ``transformers`` would.
+"""A conversation rendered by the checkpoint's chat template, as ``transformers`` would.
 
 A template is a program from a file: it runs in jinja2's sandbox, and what it makes is bounded in size and time (a loop that
 prints nothing is ended by whoever runs this, see ``prompt_desk``). Strings of clients go through it as ``ClientText``, so
@@ -12,8 +12,6 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 import jinja2
@@ -35,115 +33,16 @@ from services.router.client_text import (
     wrap,
     wrap_arguments,
 )
+from services.router.template_files import LOOKED_FOR, TemplateFiles, unusable
 from shared.awake import Countdown
-from shared.errors import ContainerError, ErrorCode, Refused
-from shared.files import TOKENIZER_LIMIT_BYTES, read_file
+from shared.errors import ErrorCode, Refused
 
 ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 """Words of the protocol, not of a client: some templates make control tokens of them."""
 
 MAX_RENDER_S: Final = 10.0
 MAX_REPEATED: Final = 4 << 20
-TEMPLATE_LIMIT_BYTES: Final = 4 << 20
-_SPECIAL_NAMES: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _INSTRUCTING: Final = ("developer",)
-LOOKED_FOR: Final = (
-    "chat_template.jinja, additional_chat_templates/*.jinja, chat_template in tokenizer_config.json, chat_template.json"
-)
-
-
-@dataclass(frozen=True)
-class TemplateFiles:
-    """What a model directory says about conversations. ``named``: source and file of each template, by name."""
-
-    named: dict[str, tuple[str, Path]] = field(default_factory=dict)
-    special_tokens: dict[str, Any] = field(default_factory=dict)
-
-
-# ---- files
-
-
-def read_template_files(model_dir: Path) -> TemplateFiles:
-    """Every template of the directory and the special tokens it may print. Raises ContainerError naming the file.
-
-    Where several files have a template of the same name, the first of ``LOOKED_FOR`` counts.
-    """
-    config_path = model_dir / "tokenizer_config.json"
-    config = _read_object(config_path)
-    named: dict[str, tuple[str, Path]] = {}
-    legacy_path = model_dir / "chat_template.json"
-    legacy = _read_object(legacy_path)
-    for path, given in ((legacy_path, legacy.get("chat_template")), (config_path, config.get("chat_template"))):
-        named |= {name: (source, path) for name, source in _named(given, path).items()}
-    folder = model_dir / "additional_chat_templates"
-    if folder.is_dir():
-        for path in sorted(folder.glob("[!.]*.jinja")):
-            named[path.stem] = (_read_text(path, TEMPLATE_LIMIT_BYTES), path)
-    path = model_dir / "chat_template.jinja"
-    if os.path.lexists(path):
-        named["default"] = (_read_text(path, TEMPLATE_LIMIT_BYTES), path)
-    return TemplateFiles(named, _special_tokens(config, _read_object(model_dir / "special_tokens_map.json")))
-
-
-def _named(given: Any, path: Path) -> dict[str, str]:
-    """A template, or a list (or object) of named ones."""
-    if given is None:
-        return {}
-    if isinstance(given, str):
-        return {"default": given}
-    if isinstance(given, dict):
-        given = [{"name": name, "template": source} for name, source in given.items()]
-    if not isinstance(given, list):
-        raise _unusable(path, f"chat_template is {type(given).__name__}, not a text or a list of named ones")
-    named = {}
-    for entry in given:
-        name, source = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(name, str) or not isinstance(source, str):
-            raise _unusable(path, "an entry of chat_template is not {name, template}")
-        named[name] = source
-    return named
-
-
-def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for source in (older, config):
-        extra = source.get("extra_special_tokens")
-        values = {name: source.get(name) for name in _SPECIAL_NAMES} | (extra if isinstance(extra, dict) else {})
-        for name, value in values.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                found[name] = text
-        more = source.get("additional_special_tokens")
-        if isinstance(more, list):
-            texts = [part.get("content") if isinstance(part, dict) else part for part in more]
-            found["additional_special_tokens"] = [text for text in texts if isinstance(text, str)]
-    return found
-
-
-def _unusable(path: Path, reason: object) -> ContainerError:
-    return ContainerError(f"{path} can't be used: {reason}. Copy the file again from the checkpoint.")
-
-
-def _read_text(path: Path, limit_bytes: int) -> str:
-    try:
-        return read_file(path, limit_bytes).decode("utf-8")
-    except OSError as error:
-        raise _unusable(path, error.strerror) from None
-    except UnicodeDecodeError as error:
-        raise _unusable(path, error) from None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; nothing when it is not there."""
-    if not os.path.lexists(path):
-        return {}
-    try:
-        found = json.loads(_read_text(path, TOKENIZER_LIMIT_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise _unusable(path, error) from None
-    if not isinstance(found, dict):
-        raise _unusable(path, f"it holds {type(found).__name__}, not an object")
-    return found
 
 
 # ---- the environment that checkpoints' templates are written for
@@ -349,7 +248,7 @@ class ChatTemplate:
                 tree = environment.parse(source)
                 self._by_name[name] = environment.from_string(source)
             except (jinja2.TemplateError, RecursionError, ValueError, SyntaxError) as error:
-                raise _unusable(path, error) from None
+                raise unusable(path, error) from None
             self._prints_parts[name] = _iterates_content(tree)
             self._knows_developer[name] = any(node.value == "developer" for node in tree.find_all(jinja2.nodes.Const))
 

@@ -11,8 +11,9 @@ import functools
 from pathlib import Path
 from typing import Any, Final
 
-from services.router.chat_template import ChatTemplate, read_template_files
+from services.router.chat_template import ChatTemplate
 from services.router.client_text import Spans, spans_of
+from services.router.template_files import read_template_files
 from services.router.turns import turn_markers
 from shared.errors import ErrorCode, Refused
 from shared.model.tokenizer_file import load_tokenizer

@@ -21,7 +21,8 @@ from shared.model.kv_layout import group_kv
 from shared.model.tensors import matrix_of
 
 if TYPE_CHECKING:
-    from shared.container.reader import Container, DenseEntry, Tensor
+    from shared.container.entries import DenseEntry, Tensor
+    from shared.container.reader import Container
     from shared.model.attention.kind import Attention
     from shared.model.inner import Inner
     from shared.run.config import GroupConfig

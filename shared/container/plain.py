@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from native.matrix import TILE_ROWS, scale_bytes, weight_bytes
+from shared.container.entries import Tensor
 from shared.container.format import ExpertLayout
 from shared.container.pack import F32, from_bf16, unpack_matrix
-from shared.container.reader import Tensor
 
 
 def dense_values(tensor: Tensor, n_rows: int | None = None) -> Iterator[F32]:

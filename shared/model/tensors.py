@@ -60,7 +60,7 @@ def planned_vector(name: str, n: int) -> PlannedTensor:
 
 
 class StoredTensor(Protocol):
-    """What kernels need of a loaded tensor (``shared.container.reader.Tensor``): arrays, or addresses."""
+    """What kernels need of a loaded tensor (``shared.container.entries.Tensor``): arrays, or addresses."""
 
     @property
     def weight(self) -> Any: ...

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from native.errors import NativeError
 from native.memory import HugeBuffer
 from native.reader import Reader, open_direct, uring_refusal
+from shared.container.entries import ExpertFile
 from shared.container.mirror import number_drives, total_rate
-from shared.container.reader import Container, ExpertFile
+from shared.container.reader import Container
 from shared.machine.drive import (
     BUFFERED,
     CANDIDATES,

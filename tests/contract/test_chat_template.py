@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from services.router.chat_template import ChatTemplate, TemplateFiles, read_template_files
+from services.router.chat_template import ChatTemplate
+from services.router.template_files import TemplateFiles, read_template_files
 from shared.errors import ContainerError, Refused
 
 USER = {"role": "user", "content": "hi"}

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from shared.container.entries import Tensor
 from shared.container.plain import dense_values, expert_biases, expert_values
-from shared.container.reader import Container, Tensor, aligned_buffer
+from shared.container.reader import Container, aligned_buffer
 from shared.model.attention.grouped import Grouped
 from shared.model.attention.latent import Indexer
 from shared.model.inner import Inner

@@ -17,7 +17,8 @@ import pytest
 
 from native.library import NativeError
 from native.memory import hash64
-from shared.container.reader import Container, ExpertFile
+from shared.container.entries import ExpertFile
+from shared.container.reader import Container
 from shared.messages.layer import LayerFailed
 from shared.messages.router import DraftReady, LogitsReady
 from tests.oracle import oracle_array

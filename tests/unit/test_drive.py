@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.container.entries import Copy, ExpertFile
 from shared.container.format import ExpertLayout
-from shared.container.reader import Copy, ExpertFile
 from shared.machine.drive import (
     BUFFERED,
     CANDIDATES,
