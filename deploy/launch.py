@@ -27,7 +27,7 @@ from shared.run import running
 from shared.run.address import listen, url_of
 from shared.run.child import child_environment, python_command
 from shared.run.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked, passed_on
-from shared.run.lifecycle import read_last_words
+from shared.run.last_words import read_last_words
 from shared.wire.endpoints import DRAFTER, GATEWAY, Endpoints, default_run_dir
 
 if TYPE_CHECKING:

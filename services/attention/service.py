@@ -23,10 +23,11 @@ from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned, St
 from shared.messages.drafter import EmbedReady, HeadReady
 from shared.messages.layer import EMBEDDING, HiddenReady, LayerFailed, Mixed
 from shared.messages.router import InputReady, LogitsReady
-from shared.run.lifecycle import Service, ServiceContext
+from shared.run.service import Service, ServiceContext
 from shared.step.frame import Frame
 from shared.step.stages import Stage
 from shared.step.workplace import Workplace
+from shared.wire.protocols import ControlBus
 
 
 @dataclass
@@ -45,7 +46,7 @@ class AttentionService(Service):
     name = "attention"
     receives = (StepPlan, EmbedWanted, HeadWanted, StepAbandoned, Mixed)
 
-    def load(self, ctx: ServiceContext) -> dict[str, str]:
+    def load(self, ctx: ServiceContext[ControlBus]) -> dict[str, str]:
         self._ctx = ctx
         self._bus = ctx.bus
         config = ctx.config

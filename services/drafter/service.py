@@ -26,10 +26,11 @@ from shared.messages.attention import EmbedWanted, HeadWanted, StepAbandoned
 from shared.messages.drafter import DraftWanted, EmbedReady, HeadReady
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
 from shared.messages.router import DraftReady
-from shared.run.lifecycle import Service, ServiceContext
+from shared.run.service import Service, ServiceContext
 from shared.step.frame import Frame
 from shared.step.stages import Stage
 from shared.step.workplace import Workplace
+from shared.wire.protocols import ControlBus
 
 
 class Awaits(IntEnum):
@@ -66,7 +67,7 @@ class DrafterService(Service):
     name = "drafter"
     receives = (DraftWanted, EmbedReady, HeadReady, Mixed, StepAbandoned)
 
-    def load(self, ctx: ServiceContext) -> dict[str, str]:
+    def load(self, ctx: ServiceContext[ControlBus]) -> dict[str, str]:
         self._ctx = ctx
         self._bus = ctx.bus
         config = ctx.config

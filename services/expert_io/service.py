@@ -50,9 +50,10 @@ from shared.messages.attention import StepAbandoned
 from shared.messages.control import Ram, RamWanted
 from shared.messages.expert_io import ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed, Mixed
-from shared.run.lifecycle import Service, ServiceContext
+from shared.run.service import Service, ServiceContext
 from shared.step.stages import Stage, pack_found
 from shared.step.workplace import Workplace
+from shared.wire.protocols import ControlBus
 
 MIN_READS_TO_FILL = 2
 """Free slots are filled by at least so many reads at a time, and by twice the pieces that the drive takes at once."""
@@ -68,7 +69,7 @@ class ExpertIoService(Service):
     name = "expert_io"
     receives = (HiddenReady, ExpertsWanted, PilotHint, StepAbandoned)
 
-    def load(self, ctx: ServiceContext) -> dict[str, str]:
+    def load(self, ctx: ServiceContext[ControlBus]) -> dict[str, str]:
         self._ctx = ctx
         config = ctx.config
         # colibri-up has refused mirrors that don't fit; one that broke since must not end a process that can do without.

@@ -26,8 +26,9 @@ from shared.messages.base import Msg
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut
 from shared.run.address import listen, url_of
 from shared.run.descriptors import free_descriptors
-from shared.run.lifecycle import AsyncService, ServiceContext
+from shared.run.service import AsyncService, ServiceContext
 from shared.wire.endpoints import GATEWAY, ROUTER
+from shared.wire.protocols import Links
 
 KEEP_ALIVE_IDLE_S = 75
 """How long an idle HTTP connection is kept open for the next request."""
@@ -48,7 +49,7 @@ class GatewayService(AsyncService):
         self._serving: asyncio.Task[None] | None = None
         self._log: Log | None = None
 
-    async def load(self, ctx: ServiceContext) -> dict[str, str]:
+    async def load(self, ctx: ServiceContext[Links]) -> dict[str, str]:
         """Binds the port and serves; answers 503 until the router reports the group ready. Raises ConfigError."""
         self._log = ctx.log
         listeners = listen(ctx.config.host, ctx.config.port)

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from native.sampling import log_softmax
-from services.router.bus import Posts
 from services.router.scheduler import Advance
 from services.router.sequences import Sequence
 from services.router.text_stream import PieceOf
@@ -18,6 +17,7 @@ from shared.messages.gateway import FinishReason, RequestAccepted, RequestDone, 
 from shared.messages.router import Submit
 from shared.step.counters import Counters
 from shared.wire.endpoints import GATEWAY
+from shared.wire.protocols import Posts
 
 COUNTERS = {FinishReason.ERROR: "failed", FinishReason.ABORT: "aborted"}
 

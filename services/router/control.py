@@ -12,15 +12,15 @@ import signal
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from services.router.bus import ControlBus
 from services.router.group import Changed, Group, Instruction, Kill, Note, Replaced, Reply, RingView, Sample, Watch
 from shared.machine.processes import process_line, read_counts
 from shared.messages import control
 from shared.messages.control import ServiceState
 from shared.messages.gateway import GroupState
-from shared.run.lifecycle import ServiceContext
+from shared.run.service import ServiceContext
 from shared.wire.control_plane import ControlServer
 from shared.wire.endpoints import GATEWAY, ROUTER
+from shared.wire.protocols import ControlBus
 
 
 class RouterSide(Protocol):
@@ -35,7 +35,7 @@ class RouterSide(Protocol):
 class ControlPlane:
     """Binds the control socket at once. Calls the router service only after it was told ``serve``."""
 
-    def __init__(self, ctx: ServiceContext, router: RouterSide) -> None:
+    def __init__(self, ctx: ServiceContext[ControlBus], router: RouterSide) -> None:
         config = ctx.config
         self._ctx = ctx
         self._router = router

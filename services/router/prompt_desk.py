@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from services.router.bus import Polls
 from services.router.prompt_frames import ANSWER, CHAT, DAMAGE, IDS, JOB, LOADED, TEXT
 from services.router.prompt_queue import MAX_BYTES, MAX_CPU_S, PAUSE_S, Job, PromptQueue
 from shared.awake import AwakeClock, Countdown
@@ -26,6 +25,7 @@ from shared.log import Log
 from shared.machine.processes import TICKS_PER_S, process_line
 from shared.messages.router import Submit
 from shared.run.child import child_environment, python_command
+from shared.wire.protocols import Polls
 
 Outcome = list[int] | Refused
 START_S: Final = 120.0

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from native.library import dispatch_text
 from services.router.answers import Answers
-from services.router.bus import Sends
 from services.router.control import ControlPlane
 from services.router.drafting import Drafting, DraftPlan
 from services.router.flight import (
@@ -53,10 +52,11 @@ from shared.messages.drafter import DraftWanted
 from shared.messages.expert_io import NEXT_LAYER, OWN_INPUT, ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed
 from shared.messages.router import Abort, DraftReady, InputReady, LogitsReady, Submit
-from shared.run.lifecycle import Service, ServiceContext
+from shared.run.service import Service, ServiceContext
 from shared.step.stages import Stage, StepKind, TraceRing
 from shared.step.workplace import Workplace
 from shared.wire.endpoints import SERVICES
+from shared.wire.protocols import ControlBus, Sends
 
 
 class RouterService(Service):
@@ -71,11 +71,11 @@ class RouterService(Service):
         self._tell_load: Callable[[], None] = lambda: None
         """Tells the gateway how many requests there are, when that has changed."""
 
-    def attach(self, ctx: ServiceContext) -> None:
+    def attach(self, ctx: ServiceContext[ControlBus]) -> None:
         self._control = ControlPlane(ctx, self)
         self._tell_load = self._control.load_changed
 
-    def load(self, ctx: ServiceContext) -> dict[str, str]:
+    def load(self, ctx: ServiceContext[ControlBus]) -> dict[str, str]:
         self._ctx = ctx
         self._bus: Sends = ctx.bus
         config = ctx.config

@@ -12,14 +12,16 @@ from typing import Any
 
 from shared.errors import ContainerError
 from shared.messages.layer import HiddenReady, Mixed
-from shared.run.lifecycle import Service, ServiceContext, run_service
+from shared.run.lifecycle import run_service
+from shared.run.service import Service, ServiceContext
+from shared.wire.protocols import ControlBus
 
 
 class Dummy(Service):
     name = "attention"
     receives = (Mixed,)
 
-    def load(self, ctx: ServiceContext) -> dict[str, str]:
+    def load(self, ctx: ServiceContext[ControlBus]) -> dict[str, str]:
         self._ctx = ctx
         self._mode = os.environ.get("DUMMY", "")
         self._is_busy = False

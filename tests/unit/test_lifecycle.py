@@ -16,7 +16,7 @@ import pytest
 from shared.messages import SCHEMA_VERSION, control
 from shared.messages.layer import HiddenReady, Mixed
 from shared.run.config import GroupConfig, freeze
-from shared.run.lifecycle import next_incarnation, read_last_words
+from shared.run.last_words import next_incarnation, read_last_words
 from shared.wire.bus import Bus
 from shared.wire.control_plane import ControlServer
 from shared.wire.endpoints import Endpoints

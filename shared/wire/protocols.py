@@ -1,4 +1,4 @@
-"""What the router needs of its bus (``shared.wire.bus.Bus``; queues in tests)."""
+"""What services need of their bus (``bus.Bus``, ``async_bus.AsyncBus``; queues in tests)."""
 
 from __future__ import annotations
 
@@ -34,13 +34,26 @@ class Polls(Protocol):
         """No longer."""
 
 
-class ControlBus(Sends, Polls, Protocol):
+class Links(Protocol):
+    """What every bus has."""
+
+    service: str
+
+    def send(self, receiver: str, msg: Msg) -> bool:
+        """Sends without waiting; False: refused."""
+
+    def peer_changed(self, service: str, incarnation: int) -> None:
+        """From now on, messages of older incarnations are dropped."""
+
+
+class EngineBus(Sends, Polls, Links, Protocol):
+    """An engine service's."""
+
+
+class ControlBus(EngineBus, Protocol):
     """What the control plane works with."""
 
     context: Context
 
     def add_control(self, control: ControlServer, callback: Callable[[], object]) -> None:
         """``callback`` is called when the control socket has messages, before any data is returned."""
-
-    def peer_changed(self, service: str, incarnation: int) -> None:
-        """From now on, messages of older incarnations are dropped."""
