@@ -160,10 +160,6 @@ class Flights:
 
     # -- questions
 
-    @property
-    def next_step(self) -> int:
-        return self._next_step
-
     def covering(self, step: int) -> Flight | None:
         """The flight that a message of this step belongs to; None: it is late."""
         return self.current if self.current and self.current.covers(step) else None

@@ -91,9 +91,9 @@ def two(converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return model, mirror
 
 
-def store_of(ring: Ring) -> SlotReads:
-    store: SlotReads = ring.services["expert_io"].engines[0].reads
-    return store
+def reads_of(ring: Ring) -> SlotReads:
+    reads: SlotReads = ring.engine.reads
+    return reads
 
 
 def damage(directory: Path, model: Path, layer: int, expert: int) -> Path:
@@ -109,12 +109,6 @@ def expected_tokens(model: Path, tmp_path: Path, n: int = 12) -> list[int]:
         return ring.generate(PROMPT, n).tokens
 
 
-def counters(ring: Ring) -> dict[str, int]:
-    store = ring.services["expert_io"]
-    store.publish()
-    return dict(store.counters.read())
-
-
 def test_two_drives_read_at_the_same_time_in_the_ratio_of_their_rates(two: tuple[Path, Path], tmp_path: Path) -> None:
     model, mirror = two
     expected = expected_tokens(model, tmp_path, 4)
@@ -122,13 +116,13 @@ def test_two_drives_read_at_the_same_time_in_the_ratio_of_their_rates(two: tuple
     slow, fast = record * 100.0, record * 300.0  # some milliseconds a record
     with (
         Ring(model, tmp_path, n_slots=8, direct_io="off", mirrors=(str(mirror),)) as ring,
-        Drives(store_of(ring), [slow, fast]) as drives,
+        Drives(reads_of(ring), [slow, fast]) as drives,
     ):
         assert ring.generate(PROMPT, 4).tokens == expected
         drives.bytes.clear()
-        before = counters(ring)
+        before = ring.store_counters()
         ring.generate(PROMPT * 2, 24)
-        found = counters(ring)
+        found = ring.store_counters()
         assert drives.most_at_once == 2
         assert 0.6 < drives.bytes[1] / drives.bytes.total() < 0.9, "three quarters"
         n_read = sum(found[name] - before[name] for name in ("bytes_demand", "bytes_speculative"))
@@ -169,21 +163,20 @@ def test_a_drive_that_is_unplugged_costs_no_request_and_is_used_again_when_it_is
     model, mirror = two
     expected = expected_tokens(model, tmp_path)
     options: dict[str, Any] = {"n_slots": 8, "direct_io": "off", "mirrors": (str(mirror),)}
-    with Ring(model, tmp_path, **options) as ring, Drives(store_of(ring), [1e9, 1e9]) as drives:
+    with Ring(model, tmp_path, **options) as ring, Drives(reads_of(ring), [1e9, 1e9]) as drives:
         assert ring.generate(PROMPT, 12).tokens == expected
         capfd.readouterr()
         drives.unplugged.add(1)
         assert ring.generate(PROMPT, 12).tokens == expected
-        found = counters(ring)
+        found = ring.store_counters()
         assert found["copy_faults"] >= 3 and found["places_resting"] == 1 and found["read_errors"] == 0
         log = capfd.readouterr().err
         assert 1 <= log.count("copy_failed") < 20 and str(mirror) in log and "rests_s=5" in log
         n_before = drives.bytes[1]
         drives.unplugged.clear()
-        for place in store_of(ring).sources._chooser._places:
-            place.rests_until_ns = 0
+        ring.end_rests()
         assert ring.generate(PROMPT, 12).tokens == expected
-        assert drives.bytes[1] > n_before and counters(ring)["places_resting"] == 0
+        assert drives.bytes[1] > n_before and ring.store_counters()["places_resting"] == 0
         drives.unplugged |= {0, 1}
         done = ring.generate(PROMPT, 12).done
         assert done is not None and done.error_code == "expert_read_failed"
@@ -203,12 +196,12 @@ def test_a_damaged_copy_is_named_once_and_the_other_one_read(
     with Ring(model, tmp_path, n_slots=8, mirrors=(str(mirror),)) as ring:
         capfd.readouterr()
         assert ring.generate(PROMPT, 12).tokens == expected
-        found = counters(ring)
+        found = ring.store_counters()
         assert 0 < found["copies_damaged"] == found["copy_faults"] < n_experts and found["read_errors"] == 0
         log = capfd.readouterr().err
         assert log.count("copy_damaged") == 1 and str(path) in log
         assert ring.generate(PROMPT, 12).tokens == expected
-        again = counters(ring)
+        again = ring.store_counters()
         assert again["copy_faults"] == again["copies_damaged"], "none was read from the damaged copy twice"
 
 

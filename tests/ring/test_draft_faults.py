@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +155,14 @@ def test_a_fault_that_is_told_late_still_counts(broken: Path, tmp_path: Path) ->
     with Ring(broken, tmp_path) as ring:
         expected = [what_came(ring.generate(p, N_TOKENS)) for p in prompts]
     with Ring(broken, tmp_path) as ring:
-        router = ring.services["router"]
         for prompt, right in zip(prompts, expected, strict=True):
             late: list[LayerFailed] = []
 
             def hold(sender: str, receiver: str, msg: Any, late: list[LayerFailed] = late) -> bool:
                 if isinstance(msg, LogitsReady) and late:
-                    router.handle(msg, sender)
+                    ring.tell("router", msg, sender)
                     while late:
-                        router.handle(late.pop(0), "expert_io")
+                        ring.tell("router", late.pop(0), "expert_io")
                     return False
                 if isinstance(msg, LayerFailed):
                     late.append(msg)
@@ -185,49 +185,39 @@ class TokenFails:
         self._patch = monkeypatch
 
     def embedding_is_nan(self, ring: Ring) -> None:
-        weights = ring.services["attention"]._weights
-        embed = weights.embed
-
-        def spoilt(tokens: np.ndarray, out: np.ndarray) -> Any:
+        def spoilt(embed: Callable[..., Any], tokens: np.ndarray, out: np.ndarray) -> Any:
             faults = embed(tokens, out)
             out[tokens == self.token] = np.nan
             self.n_failed += int((tokens == self.token).sum())
             return faults
 
-        self._patch.setattr(weights, "embed", spoilt)
+        ring.wrap("embed", lambda embed: partial(spoilt, embed))
 
     def logits_are_nan(self, ring: Ring) -> None:
-        attention = ring.services["attention"]
-        head = attention._head
-
-        def spoilt(frame: Any, final: np.ndarray, n_logits: int) -> None:
+        def spoilt(head: Callable[..., None], frame: Any, final: np.ndarray, n_logits: int) -> None:
             head(frame, final, n_logits)
             bad = frame.token[frame.logit_row[:n_logits]] == self.token
             frame.logits[:n_logits][bad] = np.nan
             self.n_failed += int(bad.sum())
 
-        self._patch.setattr(attention, "_head", spoilt)
+        ring.wrap("head", lambda head: partial(spoilt, head))
 
     def kernel_refuses(self, ring: Ring) -> None:
         """The step as a whole can't be computed while the row is in it."""
-        attention = ring.services["attention"]
-        advance = attention._advance
 
-        def refuse(run: Any, frame: Any) -> None:
+        def refuse(advance: Callable[..., None], run: Any, frame: Any) -> None:
             if run.layer > 0 and self.token in frame.token[: run.plan.n_rows]:
                 self.n_failed += 1
                 raise NativeError("cb_attn_forward: no memory")
             advance(run, frame)
 
-        self._patch.setattr(attention, "_advance", refuse)
+        ring.wrap("advance", lambda advance: partial(refuse, advance))
 
     def embedding_is_unreadable(self, ring: Ring) -> None:
-        table = ring.services["attention"]._weights._table
-        at = table._offset + self.token * table._row_bytes
-        preadv = os.preadv
+        place, preadv = ring.embedding_place(self.token), os.preadv
 
         def read(fd: int, buffers: Any, offset: int) -> int:
-            if fd == table._fd and offset == at:
+            if (fd, offset) == place:
                 self.n_failed += 1
                 raise OSError(5, "Input/output error")
             return preadv(fd, buffers, offset)
@@ -395,14 +385,12 @@ def test_nothing_in_the_mtp_layer_ends_a_request(
         spec = Container.open(model).spec
         spoil_experts(model, spec.mtp_layer, list(range(spec.n_experts)))
     with Ring(model, tmp_path, n_drafts=2, embedding_on_disk=True, max_sequences=2) as ring:
-        attention, drafter = ring.services["attention"], ring.services["drafter"]
         if way == "projection":
-            drafter._mtp._enorm[:] = np.nan
+            ring.spoil_mtp_projection()
         if way == "embedding_unreadable":
-            help_drafter, preadv = attention._help_drafter, os.preadv
-            is_helping = [False]
+            preadv, is_helping = os.preadv, [False]
 
-            def helping(msg: Any) -> None:
+            def helping(help_drafter: Callable[..., None], msg: Any) -> None:
                 is_helping[0] = True
                 help_drafter(msg)
                 is_helping[0] = False
@@ -412,17 +400,16 @@ def test_nothing_in_the_mtp_layer_ends_a_request(
                     raise OSError(5, "Input/output error")
                 return preadv(fd, buffers, offset)
 
-            monkeypatch.setattr(attention, "_help_drafter", helping)
+            ring.wrap("help_drafter", lambda plain: partial(helping, plain))
             monkeypatch.setattr("os.preadv", read)
         if way == "head":
-            head = attention._head
 
-            def spoilt(frame: Any, final: np.ndarray, n_logits: int) -> None:
+            def spoilt(head: Callable[..., None], frame: Any, final: np.ndarray, n_logits: int) -> None:
                 head(frame, final, n_logits)
                 if final is ring.frame(1, "attention").final:
                     frame.logits[:n_logits] = np.nan
 
-            monkeypatch.setattr(attention, "_head", spoilt)
+            ring.wrap("head", lambda head: partial(spoilt, head))
         n_passes = []
 
         def watch(sender: str, receiver: str, msg: Any) -> bool:

@@ -59,7 +59,7 @@ def test_the_text_is_the_same_whoever_computes(
     use_engines(monkeypatch, *kinds)
     checked.clear()
     with Ring(model, tmp_path, n_slots=7, **options) as ring:
-        store = ring.services["expert_io"]
+        store = ring.store
         started: set[int] = set()
         for engine in store.engines:
             start = engine.start
@@ -92,7 +92,7 @@ def test_a_peer_may_be_lost_while_an_engine_computes(
     use_engines(monkeypatch, Device)
     for n_steps in (30, 95, 160):
         with Ring(model, tmp_path, n_slots=7) as ring:
-            state, [engine] = ring.services["expert_io"].state, ring.services["expert_io"].engines
+            state, engine = ring.store.state, ring.engine
             ring.submit("r", prompt, max_tokens=8, ignore_eos=True)
             for _ in range(n_steps):
                 ring.step()
@@ -117,7 +117,7 @@ def test_an_engine_that_is_lost_ends_requests_with_its_own_words_and_the_next_on
         expected = ring.generate(prompt, 3).tokens
     use_engines(monkeypatch, Device)
     with Ring(model, tmp_path) as ring:
-        engine = ring.services["expert_io"].engines[0]
+        engine = ring.engine
         engine.loses_every = 1
         done = ring.generate(prompt, 3).done
         assert done is not None and (done.reason, done.error_code) == ("error", "kernel_failed")

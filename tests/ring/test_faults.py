@@ -79,9 +79,8 @@ def test_a_step_that_ends_its_peers_each_time_is_given_up(converted: Converted, 
     with Ring(model, tmp_path) as ring:
         expected = ring.generate(prompt, 3).tokens
         ring.submit("poison", prompt, max_tokens=3, ignore_eos=True)
-        router = ring.services["router"]
         n_lost = 0
-        while router.load_counts != (0, 0):
+        while not ring.is_idle:
             for _ in range(4):
                 ring.step()
             ring.kill("expert_io")
@@ -120,8 +119,8 @@ def test_abort_frees_the_ring_between_layers(converted: Converted, tmp_path: Pat
             ring.submit(f"gone{n_steps}", prompt * 3, max_tokens=50, ignore_eos=True)
             for _ in range(n_steps):
                 ring.step()
-            ring.services["router"].handle(Abort(f"gone{n_steps}", "test"), "gateway")
-            assert ring.services["router"].is_idle()
+            ring.tell("router", Abort(f"gone{n_steps}", "test"), "gateway")
+            assert ring.is_idle
             assert ring.generate(prompt, 5).tokens == expected
             done = ring.answers[f"gone{n_steps}"].done
             assert done is not None and done.reason == "abort"
@@ -160,7 +159,7 @@ def test_a_truncated_expert_file_names_file_offset_and_bytes(converted: Converte
     model, prompt = tmp_path / "cut", prompt_of()
     shutil.copytree(converted(NAME, "int4"), model)
     with Ring(model, tmp_path) as ring:
-        file = ring.services["expert_io"].engines[0].reads.sources.files[ring.spec.moe_layers[-2]]
+        file = ring.engine.reads.sources.files[ring.spec.moe_layers[-2]]
         with file.path.open("r+b") as handle:  # it shrinks after it was opened and checked
             handle.truncate(file.offset_of(0))
         answer = ring.generate(prompt, 5)
@@ -168,7 +167,7 @@ def test_a_truncated_expert_file_names_file_offset_and_bytes(converted: Converte
         assert (answer.done.reason, answer.done.error_code) == ("error", "expert_read_failed")
         for part in (str(file.path), "at offset", "expected", "received"):
             assert part in answer.done.error
-        state = ring.services["expert_io"].state
+        state = ring.store.state
         assert not state.visit
         assert not {SlotState.HELD, SlotState.AWAITED} & {slot.state for slot in state.table.slots}
 
@@ -245,18 +244,18 @@ def test_steps_of_a_new_router_are_newer_whatever_the_clock_says(
 ) -> None:
     with Ring(converted(NAME, "int4"), tmp_path) as ring:
         ring.generate([1, 2, 3], 3)
-        before = ring.services["router"]._flights.next_step
+        before = ring.next_step
         monkeypatch.setattr(time, "time_ns", lambda: 1)
         ring.kill("router")
         ring.start("router")
-        assert ring.services["router"]._flights.next_step > before
+        assert ring.next_step > before
 
 
 def test_a_submission_to_a_dead_router_is_not_taken_by_the_next_one(converted: Converted, tmp_path: Path) -> None:
     """It lay in the socket; the gateway submits again, and a second one with the same id would be refused."""
     with Ring(converted(NAME, "int4"), tmp_path) as ring:
         ring.submit("r", [1, 2, 3], max_tokens=2, router=7)
-        assert ring.services["router"].is_idle()
+        assert ring.is_idle
         ring.submit("r", [1, 2, 3], max_tokens=2, ignore_eos=True, router=1)
         ring.run()
         assert len(ring.answers["r"].tokens) == 2
@@ -269,4 +268,4 @@ def test_an_unknown_message_is_an_error_that_says_so(service: str, converted: Co
         Ring(converted(NAME, "int4"), tmp_path, n_drafts=1) as ring,
         pytest.raises(SchemaError, match=f"{service} got RequestDone from gateway"),
     ):
-        ring.services[service].handle(RequestDone("r", FinishReason.STOP, 1, 1, ""), "gateway")
+        ring.tell(service, RequestDone("r", FinishReason.STOP, 1, 1, ""))

@@ -74,7 +74,7 @@ def test_a_short_read_and_an_error_are_invisible_and_a_lasting_one_ends_the_requ
         return -errno.EIO if seen[offset] == 2 else result
 
     with Ring(model, tmp_path, read_engine=engine, read_piece_bytes=PIECE, n_slots=7) as ring:
-        service = ring.services["expert_io"]
+        service = ring.store
         answers(twice_wrong)
         assert ring.generate(prompt, 6).tokens == expected
         service.publish()
@@ -150,7 +150,7 @@ def test_a_file_system_without_direct_reads_is_read_buffered_with_a_note(
 
     monkeypatch.setattr(sources, "open_direct", refuse)
     with Ring(model, tmp_path, n_slots=7) as ring:
-        assert not ring.services["expert_io"].engines[0].reads.sources.is_direct
+        assert not ring.engine.reads.sources.is_direct
         assert ring.generate(prompt_of(), 6).tokens == expected
     [line] = [line for line in capsys.readouterr().err.splitlines() if "reads_buffered" in line]
     assert "has no direct reads" in line

@@ -21,7 +21,7 @@ Converted = Callable[[str, str], Path]
 def reads_of(ring: Ring) -> list[tuple[int, int, int]]:
     """Watches the store: fills the list with (step, layer, expert) of every demand read."""
     seen: list[tuple[int, int, int]] = []
-    service = ring.services["expert_io"]
+    service = ring.store
     [engine] = service.engines
     start = engine.read
 
@@ -73,7 +73,7 @@ def test_the_store_is_told_which_rows_are_a_prompts(converted: Converted, tmp_pa
 
 def warm(ring: Ring) -> int:
     """Lets the store's idle time pass; returns how many experts lie in slots."""
-    store = ring.services["expert_io"]
+    store = ring.store
     store.tick()
     while store.state.filling.in_flight:
         ring.step()
@@ -92,7 +92,7 @@ def test_a_new_store_fills_its_slots_in_order_of_use_before_anybody_asks(convert
         assert not usage.exists(), "written at most once a minute and at the end"
     assert usage.stat().st_mode & 0o777 == 0o600
     with Ring(model, tmp_path, n_slots=n_slots, usage_path=str(usage)) as ring:
-        store = ring.services["expert_io"]
+        store = ring.store
         expected = list(store.history.usage.expected())[:n_slots]
         assert warm(ring) == n_slots
         assert {slot.key for slot in store.state.table.slots} == set(expected)
@@ -109,7 +109,7 @@ def test_demand_does_not_wait_for_a_store_that_warms_up(converted: Converted, tm
     with Ring(model, tmp_path, usage_path=str(usage)) as ring:
         first = ring.generate(prompt, 12).tokens
     with Ring(model, tmp_path, usage_path=str(usage)) as ring:
-        store = ring.services["expert_io"]
+        store = ring.store
         store.tick()
         assert store.state.filling.in_flight
         assert ring.generate(prompt, 12).tokens == first
@@ -135,7 +135,7 @@ def test_without_a_history_nothing_is_written_and_with_one_at_most_once_a_minute
             for _ in range(10):
                 ring.generate([1, 2, 3], 2)
                 now[0] += 13.0
-                ring.services["expert_io"].tick()
+                ring.store.tick()
             ring.generate([1, 2, 3], 2)
         assert len(saved) == (3 if path else 0), "two full minutes and the end"
     assert not list(tmp_path.glob("usage*"))
@@ -152,13 +152,13 @@ def test_a_damaged_expert_found_while_warming_harms_nobody(converted: Converted,
     usage = tmp_path / "usage"
     with Ring(model, tmp_path, usage_path=str(usage)) as ring:
         ring.generate(prompt, 4)
-        layer, expert = next(iter(ring.services["expert_io"].history.usage.expected()))
+        layer, expert = next(iter(ring.store.history.usage.expected()))
     file = Container.open(model).experts[layer]
     with file.path.open("r+b") as out:
         out.seek(file.offset_of(expert) + 100)
         out.write(b"\x55\xaa" * 50)
     with Ring(model, tmp_path, usage_path=str(usage)) as ring:
-        store = ring.services["expert_io"]
+        store = ring.store
         warm(ring)
         assert store.state.table.find((layer, expert)) is None and store.counters.get("read_errors") == 1
         done = ring.generate(prompt, 4).done
@@ -173,9 +173,8 @@ def test_the_account_of_guesses_adds_up(pilot: str, converted: Converted, tmp_pa
         expected = ring.generate(prompt[:3], 40).tokens
     with Ring(model, tmp_path, n_slots=20, pilot=pilot) as ring:
         assert ring.generate(prompt[:3], 40).tokens == expected
-        store = ring.services["expert_io"]
-        store.publish()
-        counters = store.counters.read()
+        store = ring.store
+        counters = ring.store_counters()
         table, account = store.state.table, store.state.guessing.account
         assert counters["pilot_reads"] > 0
         undecided = table.n_open_guesses + table.n_stale
@@ -203,7 +202,7 @@ def test_a_prompt_is_read_ahead_layer_by_layer_and_nothing_twice(converted: Conv
     layers = [layer for layer in spec.moe_layers if layer < spec.n_layers]
     n_slots = len(layers) * spec.n_experts * 3 // 4
     with Ring(model, tmp_path, prefill_chunk=64, n_slots=n_slots, n_drafts=1) as ring:
-        store = ring.services["expert_io"]
+        store = ring.store
         reads: Counter[tuple[int, int]] = Counter()
         [engine] = store.engines
         start = engine.read
@@ -221,8 +220,7 @@ def test_a_prompt_is_read_ahead_layer_by_layer_and_nothing_twice(converted: Conv
 
         engine.read = counted
         assert ring.generate(prompt, 4).tokens == expected
-        store.publish()
-        counters = store.counters.read()
+        counters = ring.store_counters()
     assert counters["ahead_reads"] > 0
     assert counters["ahead_useful"] > 0.8 * counters["ahead_reads"]
     assert counters["ahead_useful"] + counters["ahead_wasted"] <= counters["ahead_reads"]
@@ -241,7 +239,7 @@ def test_while_guessing_rests_the_router_makes_no_guess(converted: Converted, tm
 
     with Ring(model, tmp_path, n_slots=20, pilot="on") as ring:
         ring.on_deliver = watch
-        trial = ring.services["expert_io"].state.guessing.trial
+        trial = ring.store.state.guessing.trial
         n_visits = sum(layer < ring.spec.n_layers for layer in ring.spec.moe_layers)
         ring.generate(prompt, 200)
         assert 0 < len(hints) < 199 * (2 * n_visits - 1), "steps without guesses have passed"
@@ -262,7 +260,7 @@ def test_the_text_stays_while_the_budget_changes(policy: str, converted: Convert
     with Ring(model, tmp_path, prefill_chunk=16) as ring:
         resident = ring.generate(prompt, 12).tokens
     with Ring(model, tmp_path, prefill_chunk=16, cache_policy=policy, ram_bytes=1 << 30) as ring:
-        service = ring.services["expert_io"]
+        service = ring.store
         least, most = ring.spec.gate_k + 1, ring.config.n_slots
         sizes = itertools.cycle((least, most, most // 2, least + 3))
         seen = []

@@ -194,12 +194,61 @@ class Ring:
             service.close()
         unlink_run(self.config.run_id)
 
-    # -- what tests look at or spoil -------------------------------------------------------------------------------
+    # -- what tests look at or spoil: the one place that knows where the services keep it ---
 
     def frame(self, idx: int, service: str = "router") -> Frame:
         """A step frame as ``service`` has it: the same bytes for all."""
         frame: Frame = self.services[service]._place.frame(idx)
         return frame
+
+    @property
+    def store(self) -> Any:
+        """The service expert_io: ``state``, ``engines``, ``history``, ``counters``, ``tick()``."""
+        return self.services["expert_io"]
+
+    @property
+    def engine(self) -> Any:
+        """The store's first expert engine."""
+        return self.store.engines[0]
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is open in the router."""
+        return bool(self.services["router"].is_idle())
+
+    @property
+    def next_step(self) -> int:
+        """The number that the router will give to the next step."""
+        return int(self.services["router"]._flights._next_step)
+
+    def tell(self, service: str, msg: Any, sender: str = "gateway") -> None:
+        """Hands a message to a service at once, past what is queued."""
+        self.services[service].handle(msg, sender)
+
+    def wrap(self, part: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """``wrapper(plain)`` takes the place of a part of attention: "embed", "head", "advance" or "help_drafter"."""
+        attention = self.services["attention"]
+        owner, name = (attention._weights, "embed") if part == "embed" else (attention, f"_{part}")
+        setattr(owner, name, wrapper(getattr(owner, name)))
+
+    def embedding_place(self, token: int) -> tuple[int, int]:
+        """(descriptor, offset) at which attention reads a token's embedding; with ``embedding_on_disk``."""
+        table = self.services["attention"]._weights._table
+        return table._fd, table._offset + token * table._row_bytes
+
+    def spoil_mtp_projection(self) -> None:
+        """The MTP layer makes no numbers from now on."""
+        self.services["drafter"]._mtp._enorm[:] = np.nan
+
+    def end_rests(self) -> None:
+        """Places whose reads failed may be read again at once."""
+        for place in self.engine.reads.sources._chooser._places:
+            place.rests_until_ns = 0
+
+    def store_counters(self) -> dict[str, int]:
+        """The store's counters as they are now."""
+        self.store.publish()
+        return dict(self.store.counters.read())
 
     def counters(self, service: str) -> dict[str, int]:
         with contextlib.closing(Segment.attach(self.config.run_id, "counters")) as segment:
@@ -289,8 +338,7 @@ class Ring:
     def run(self, n_idle: int = 400) -> None:
         """Until every submitted request has its final answer."""
         idle = 0
-        router = self.services["router"]
-        while not router.is_idle() or self._order:
+        while not self.is_idle or self._order:
             idle = 0 if self.step() else idle + 1
             assert idle < n_idle, "the ring rests although requests wait"
 
