@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from conversion.layouts import PLAIN_REMEDY, SCALE_SUFFIX, about_scales
 from shared.container.checksum import checksum
 from shared.container.format import PLAIN_FILE_NAME
 from shared.container.pack import F32, from_bf16
@@ -27,7 +28,6 @@ from shared.errors import ContainerError, ShortRead
 from shared.files import open_file, read_file, strict_json
 
 FP8_BLOCK = 128
-SCALE_SUFFIX = "_scale_inv"
 _INDEX_FILE = "model.safetensors.index.json"
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 FP4_GROUP = 32
@@ -191,15 +191,15 @@ class Checkpoint:
                 "Complete the checkpoint, or use the config.json that belongs to it."
             )
         entry = self.tensors[name].entry
+        if entry.dtype not in _DTYPES:  # before the shape: packed integers have another one
+            raise ContainerError(
+                f"{self.where(name)} has dtype {entry.dtype} and shape {list(entry.shape)}; what can be read is "
+                f"{', '.join(_DTYPES)}. {PLAIN_REMEDY}"
+            )
         if entry.shape != shape:
             raise ContainerError(
                 f"{self.where(name)} has shape {list(entry.shape)}, config.json calls for {list(shape)}. "
                 "Use the config.json and the weights of the same model."
-            )
-        if entry.dtype not in _DTYPES:
-            raise ContainerError(
-                f"{self.where(name)} has dtype {entry.dtype}; what can be read is {', '.join(_DTYPES)}. "
-                "Use the bf16 or the fp8 block-128 repository of the model."
             )
         scale_name = name + SCALE_SUFFIX
         if entry.dtype != "F8_E4M3":
@@ -211,14 +211,17 @@ class Checkpoint:
             return [name]
         if scale_name not in self.tensors or len(shape) != 2:
             raise ContainerError(
-                f"{self.where(name)} is F8_E4M3 but has no {scale_name!r}: its values can't be known. Complete the checkpoint."
+                f"{self.where(name)} is F8_E4M3 but has no {scale_name!r}: its values can't be known. "
+                "Complete the checkpoint, or use the model's bf16 repository."
             )
         blocks = tuple(-(-dim // FP8_BLOCK) for dim in shape)
         scale = self.tensors[scale_name].entry
         if scale.shape != blocks or scale.dtype not in ("F32", "BF16"):
+            what = about_scales(scale_name.rpartition(".")[2], entry, scale.shape)
             raise ContainerError(
-                f"{self.where(scale_name)} must be F32 {list(blocks)} (blocks of 128 x 128, the last one partial), "
-                f"found {scale.dtype} {list(scale.shape)}. Other block sizes are not supported."
+                f"{self.where(scale_name)}: this checkpoint is in a layout that is not understood: {what}. It should be F32 or "
+                f"BF16 {list(blocks)} (blocks of 128 x 128, the last one partial), found {scale.dtype} {list(scale.shape)}. "
+                f"{PLAIN_REMEDY}"
             )
         return [name, scale_name]
 

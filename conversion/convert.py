@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from conversion.checkpoint import BLOCKS_SUFFIX, SCALE_SUFFIX, SCALES_SUFFIX, Checkpoint
-from conversion.layouts import find_foreign
+from conversion.checkpoint import BLOCKS_SUFFIX, SCALES_SUFFIX, Checkpoint
+from conversion.layouts import SCALE_SUFFIX, find_foreign
 from conversion.writer import ContainerWriter, Evidence
 from native.matrix import TILE_ROWS
 from shared.container.checksum import checksum
@@ -240,12 +240,11 @@ class Conversion:
                 "to them, or convert without that layer: --no-mtp."
             )
         if unknown:
-            shown = ", ".join(repr(self.checkpoint.prefix + name) for name in unknown[:4])
+            others = ", ".join(repr(self.checkpoint.prefix + name) for name in unknown[1:4])
             raise ContainerError(
-                f"{self.source}: {len(unknown)} tensor(s) have no place in a {self.spec.family} model with this "
-                f"config.json: {shown}"
-                f"{', ...' if len(unknown) > 4 else ''}. Leaving weights out would change the model; use the "
-                "config.json that belongs to them."
+                f"{self.checkpoint.where(unknown[0])} has no place in a {self.spec.family} model with this config.json"
+                f"{f', nor has {others}' if others else ''}{', ...' if len(unknown) > 4 else ''} ({len(unknown)} in all). "
+                "Leaving weights out would change the model; use the config.json that belongs to them."
             )
 
     def _require(self, name: str, shape: tuple[int, ...]) -> list[str]:

@@ -67,10 +67,13 @@ class StagePlan:
     def require_room(self) -> None:
         """CapacityError with the arithmetic."""
         if self.needed > self.free:
+            part = max(self.free - _SPARE_BYTES, 0) >> 20
+            way = f"Free {self.needed - self.free:,} bytes, " + (
+                f"or stage a part: --size {part}M." if part else "or choose a directory on another drive."
+            )
             raise CapacityError(
                 f"{self.directory} needs {self.needed:,} more bytes ({self.n_bytes:,} of records, {self.allocated:,} of them "
-                f"on disk already), its file system has {self.free:,} free. Free {self.needed - self.free:,} bytes, or stage "
-                f"a part: --size {max(self.free - _SPARE_BYTES, 0) // (1 << 20)}M."
+                f"on disk already), its file system has {self.free:,} free. {way}"
             )
 
 

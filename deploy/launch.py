@@ -20,6 +20,7 @@ from deploy import rundir
 from deploy.supervisor_conf import render, services_of
 from shared.awake import Countdown
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
+from shared.files import is_file, open_file, read_file
 from shared.kept import replace_file
 from shared.messages import control
 from shared.messages.control import ServiceState
@@ -41,6 +42,7 @@ EMBEDDED_MODEL = "fledgling"
 TRACE_ROWS = 1 << 16
 KEEPER_STOP_S = 12.0
 KEEPER_LOG = "keeper.log"
+_LOG_LIMIT_BYTES = 64 << 20
 POLL_S = 0.05
 
 
@@ -214,10 +216,12 @@ def create_segments(plan: Plan) -> None:
 
 
 def spawn_keeper(run_dir: Path, lock_fd: int) -> subprocess.Popen[bytes]:
-    """Starts the keeper, which loads its modules and waits for ``start`` (or ends when its stdin does)."""
+    """Starts the keeper, which loads its modules and waits for ``start`` (or ends when its stdin does). Raises OSError."""
     log_dir = run_dir / "log"
     log_dir.mkdir(mode=0o700, exist_ok=True)
-    with (log_dir / KEEPER_LOG).open("ab") as log:
+    for path in log_dir.glob("*.log"):  # supervisor would open anything
+        is_file(path)
+    with os.fdopen(open_file(log_dir / KEEPER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
         return subprocess.Popen(
             python_command("deploy.keeper", str(run_dir)),
             env=child_environment(),  # the services inherit it
@@ -445,7 +449,7 @@ def end_leftovers(run_dir: Path) -> bool:
 def tail(path: Path, n_lines: int = 12) -> str:
     """The last lines of a log."""
     try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-n_lines:])
+        return "\n".join(read_file(path, _LOG_LIMIT_BYTES).decode(errors="replace").splitlines()[-n_lines:])
     except OSError:
         return "(no log)"
 

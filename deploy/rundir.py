@@ -26,6 +26,7 @@ from typing import Any
 
 from shared.awake import Countdown
 from shared.errors import ConfigError
+from shared.files import open_file
 from shared.locks import try_lock
 from shared.machine.processes import process_start
 from shared.memory.segments import unlink_run
@@ -68,7 +69,7 @@ def take_lock(run_dir: Path) -> int:
     A group that has lost its head and is about to end is waited for.
     """
     path = run_dir / LOCK_NAME
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     limit = Countdown(ENDING_S)
     try:
         while not try_lock(fd, path):

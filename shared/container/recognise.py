@@ -52,7 +52,7 @@ def why_no_checkpoint(given: Path | str) -> str | None:
             f"{path} holds PyTorch files ({torch[0]}) and no *.safetensors. Use the model's safetensors repository, or save it "
             f"again with transformers' save_pretrained, then: {_CONVERT}"
         )
-    if "snapshots" in names and "refs" in names:
+    if "refs" in names and os.path.isdir(path / "snapshots"):
         found = sorted(entry.name for entry in os.scandir(path / "snapshots") if entry.is_dir())
         inside = path / "snapshots" / (found[-1] if found else "REVISION")
         return f"{path} belongs to the Hugging Face cache, the checkpoint is inside. Run: colibri convert {_quoted(inside)} OUT"

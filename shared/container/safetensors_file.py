@@ -81,6 +81,11 @@ def header_of(fd: int, path: Path, wanted: str = "") -> FileHeader:
         raise ContainerError(
             f"{path} is truncated{_holding(wanted)}: {size} bytes are no safetensors file. Copy the file again."
         )
+    if _HEADER_LIMIT < length <= size - 8:
+        raise ContainerError(
+            f"{path} has a header of {length:,} bytes{_holding(wanted)}, more than the {_HEADER_LIMIT:,} that are read. "
+            "Save it again in several shards."
+        )
     if len(raw) < length:
         raise ContainerError(
             f"{path} is truncated or no safetensors file{_holding(wanted)}: its header should take {length:,} bytes, the "
@@ -109,7 +114,9 @@ def parse_header(raw: bytes, data_bytes: int, path: Path, wanted: str = "") -> d
         ) from None
     if not isinstance(parsed, dict):
         raise ContainerError(f"{path} has a header that is not a JSON object{_holding(wanted)}. Copy the file again.")
-    notes = parsed.pop("__metadata__", None) or {}
+    notes = parsed.pop("__metadata__", None)
+    if notes is None:
+        notes = {}
     if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
         raise ContainerError(
             f'{path} has a "__metadata__" in its header that is no object of strings{_holding(wanted)}. Copy the file again.'

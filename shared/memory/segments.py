@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shared.errors import CapacityError, ConfigError
+from shared.files import read_file
 from shared.kept import replace_file
 from shared.machine.memory_probe import file_bytes
 from shared.machine.processes import process_start
@@ -27,6 +28,7 @@ from shared.machine.processes import process_start
 SHM_DIR = Path("/dev/shm")
 PAGE_BYTES = 4096
 OWNERLESS_S = 60.0
+_OWNERS_LIMIT_BYTES = 1 << 20
 FRAMES, KV, MTP_KV, TRACE, COUNTERS = "frames", "kv", "mtp_kv", "trace", "counters"
 
 
@@ -146,7 +148,7 @@ def add_owner(run_id: str, pid: int) -> None:
 
 def _read_owners(path: Path) -> list[list[int]]:
     try:
-        return [[int(pid), int(start)] for pid, start in json.loads(path.read_text())]
+        return [[int(pid), int(start)] for pid, start in json.loads(read_file(path, _OWNERS_LIMIT_BYTES))]
     except (OSError, ValueError, TypeError):
         return []
 

@@ -194,6 +194,7 @@ class GroupConfig(Passed, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 _TOML_LIMIT_BYTES = 1 << 20
 _FROZEN_LIMIT_BYTES = 16 << 20
+_BUDGET_LIMIT_BYTES = 1 << 10
 
 
 def load_settings(toml_path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
@@ -254,7 +255,7 @@ def is_locked(run_dir: Path) -> bool:
 def read_budget(config: GroupConfig) -> int:
     """The group's budget in bytes: what it was started with, or what ``colibri ram`` made of it since."""
     try:
-        return int((Path(config.run_dir) / BUDGET_NAME).read_text())
+        return int(read_file(Path(config.run_dir) / BUDGET_NAME, _BUDGET_LIMIT_BYTES))
     except (OSError, ValueError):
         return config.ram_bytes
 

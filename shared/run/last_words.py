@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.files import read_file
 from shared.kept import replace_file
+
+_LIMIT_BYTES = 1 << 20
 
 
 def write_last_words(run_dir: Path, service: str, exit_code: int, reason: str) -> None:
@@ -21,9 +24,9 @@ def write_last_words(run_dir: Path, service: str, exit_code: int, reason: str) -
 def read_last_words(run_dir: Path, service: str) -> tuple[int, str] | None:
     """(exit code, sentence) a failed service left, None when it left none."""
     try:
-        words = json.loads((run_dir / "failed" / f"{service}.json").read_text())
+        words = json.loads(read_file(run_dir / "failed" / f"{service}.json", _LIMIT_BYTES))
         return int(words["exit_code"]), str(words["reason"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -31,13 +34,13 @@ def next_incarnation(run_dir: Path, service: str) -> int:
     """1, 2, 3, ... for each start of a service within a run; kept in the run directory. Raises ConfigError."""
     path = run_dir / "incarnation" / service
     try:
-        incarnation = int(path.read_text()) + 1
+        incarnation = int(read_file(path, _LIMIT_BYTES)) + 1
     except (OSError, ValueError):
         incarnation = 1
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         replace_file(path, str(incarnation).encode())
+        (run_dir / "failed" / f"{service}.json").unlink(missing_ok=True)  # words of an earlier incarnation
     except OSError as error:
         raise ConfigError(f"run directory {run_dir} can't be written: {error.strerror}") from None
-    (run_dir / "failed" / f"{service}.json").unlink(missing_ok=True)  # words of an earlier incarnation
     return incarnation

@@ -135,7 +135,7 @@ def test_unknown_tensor(small: Any, tmp_path: Path) -> None:
     config, tensors = small
     tensors["model.layers.1.self_attn.sinks"] = ("F32", (4,), bytes(16))
     source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
-    refused(source, "model.layers.1.self_attn.sinks", "no place")
+    refused(source, "model.safetensors: tensor 'model.layers.1.self_attn.sinks'", "no place")
 
 
 def test_mtp_layer_that_the_config_denies(small: Any, tmp_path: Path) -> None:
@@ -158,6 +158,9 @@ def test_unknown_dtype(small: Any, tmp_path: Path) -> None:
     tensors["model.layers.1.mlp.experts.3.down_proj.weight"] = ("I32", shape, data * 2)
     source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
     refused(source, "I32", "experts.3.down_proj")
+    tensors["model.layers.1.mlp.experts.3.down_proj.weight"] = ("U8", (96, 16), bytes(96 * 16))  # two in a byte
+    write_shard(source / "model.safetensors", tensors)
+    refused(source, "U8", "experts.3.down_proj", "bf16 repository")
 
 
 def test_fp8_without_its_scale(tmp_path: Path) -> None:
@@ -424,6 +427,63 @@ LAYOUTS: dict[str, tuple[str, Parts, tuple[str, ...]]] = {
         {"gate_up_proj": ("BF16", (8, 64, 96)), "down_proj": ("BF16", (8, 96, 32))},
         ("fused", "one tensor per expert"),
     ),
+    "fp8 inverse scale per tensor": (
+        f"{EXPERT}.",
+        {"weight": ("F8_E4M3", (96, 32)), "weight_scale_inv": ("F32", ())},
+        ("per tensor", "bf16 repository"),
+    ),
+    "fp8 inverse scale per row": (
+        f"{EXPERT}.",
+        {"weight": ("F8_E4M3", (96, 32)), "weight_scale_inv": ("F32", (96, 1))},
+        ("per row", "bf16 repository"),
+    ),
+    "fp8 in blocks of 32": (
+        f"{EXPERT}.",
+        {"weight": ("F8_E4M3", (96, 32)), "weight_scale_inv": ("F32", (3, 1))},
+        ("[3, 1]", "128 x 128", "bf16 repository"),
+    ),
+    "fp8 with another scale": (
+        f"{EXPERT}.",
+        {"weight": ("F8_E4M3", (96, 32)), "scale_weight": ("F32", (1,))},
+        ("`scale_weight`", "bf16 repository"),
+    ),
+    "fp8 with scales for activations": (
+        f"{EXPERT}.",
+        {"weight": ("BF16", (96, 32)), "input_scale": ("F32", (1,))},
+        ("`input_scale`",),
+    ),
+    "int8 with another scale": (
+        f"{EXPERT}.",
+        {"weight": ("I8", (96, 32)), "weight_scales": ("F16", (96,))},
+        ("`weight_scales`", "bf16 repository"),
+    ),
+    "int4 packed into the weight": (
+        f"{EXPERT}.",
+        {"weight": ("U8", (96, 16)), "zeros": ("U8", (96, 1))},
+        ("`zeros`", "bf16 repository"),
+    ),
+    "in a form nobody has thought of": (
+        f"{EXPERT}.",
+        {"left": ("BF16", (96, 4)), "right": ("BF16", (4, 32))},
+        ("`left`, `right`", "bf16 repository"),
+    ),
+    "quanto": (f"{EXPERT}.", {"weight._data": ("I8", (96, 32)), "weight._scale": ("F32", (96, 1))}, ("quanto",)),
+    "EXL3": (f"{EXPERT}.", {"trellis": ("I32", (1, 8)), "suh": ("F16", (32,)), "svh": ("F16", (96,))}, ("EXL3",)),
+    "adapter beside its base": (
+        f"{EXPERT}.",
+        {"lora_A.default.weight": ("F32", (4, 32)), "lora_B.default.weight": ("F32", (96, 4))},
+        ("LoRA", "merge_and_unload"),
+    ),
+    "fused under another name": (
+        "model.layers.1.mlp.experts.",
+        {"../switch_mlp.down_proj.weight": ("BF16", (8, 96, 32))},
+        ("fused", "one tensor per expert"),
+    ),
+    "fused projections": (
+        "model.layers.1.mlp.experts.3.gate_proj.",
+        {"../gate_up_proj.weight": ("BF16", (64, 96))},
+        ("several projections fused", "one tensor per projection"),
+    ),
     "MLX": (
         f"{EXPERT}.",
         {"weight": ("U32", (96, 4)), "scales": ("BF16", (96, 1)), "biases": ("BF16", (96, 1))},
@@ -441,6 +501,8 @@ def test_layouts_that_are_not_understood_are_named(small: Any, tmp_path: Path, l
     for name in [name for name in tensors if name.startswith(stem)]:
         del tensors[name]
     for part, (dtype, shape) in parts.items():
+        if part.startswith("../"):
+            stem, part = f"{stem.rstrip('.').rpartition('.')[0]}.", part[3:]
         tensors[stem + part] = (dtype, shape, bytes(int(np.prod(shape)) * SIZES[dtype]))
     source = write_checkpoint(tmp_path / "in", config, {"model.safetensors": tensors})
     text = refused(source, "not understood", "model.safetensors", repr(stem)[:-1], *words)

@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from cli.main import cli
 from conversion import staging
-from conversion.staging import choose_records, plan_staging, stage
+from conversion.staging import StagePlan, choose_records, plan_staging, stage
 from shared.container.mirror import MANIFEST_NAME, drive_of, pack_held, total_rate, unpack_held
 from shared.container.reader import Container
 from shared.errors import CapacityError, ChecksumMismatch, ColibriError, ContainerError
@@ -344,7 +344,10 @@ def test_what_can_not_be_staged_is_refused(model: Path, tmp_path: Path, monkeypa
     shown = run("plan", model, tmp_path / "m").output
     assert "more than are free" in shown and "free 409,600" in shown
     words = refused("stage", model, tmp_path / "m")
-    assert "409,600 free" in words and "--size 0M" in words
+    assert "409,600 free" in words and "another drive" in words and "--size" not in words
+    larger = StagePlan(tmp_path, {}, {}, n_bytes=9 << 20, allocated=0, free=4 << 20, is_listed=False)
+    with pytest.raises(CapacityError, match="--size 3M"):
+        larger.require_room()
     monkeypatch.setattr(os, "statvfs", lambda path: stat)
     assert not (tmp_path / "m").exists()
 

@@ -6,11 +6,16 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from conversion.staging import plan_staging, stage
 from conversion.synth import Synthesis, preset_config
+from deploy import launch
+from deploy.launch import spawn_keeper
+from deploy.rundir import take_lock
 from services.router.pieces import has_tokenizer
 from services.router.tokenizer import ModelTokenizer
 from shared.container.mirror import MANIFEST_NAME
@@ -19,7 +24,8 @@ from shared.errors import ColibriError, ConfigError
 from shared.experts.traces import TraceHeader, TraceReader, TraceWriter
 from shared.experts.usage import load_usage
 from shared.machine.drive import Mount, load_kept
-from shared.run.config import load_settings
+from shared.run.config import GroupConfig, load_settings, read_budget
+from shared.run.last_words import next_incarnation, read_last_words
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -129,3 +135,29 @@ def test_settings_and_traces(tmp_path: Path, what: str) -> None:
         with pytest.raises(ConfigError) as caught:
             use(path)
         assert str(path) in str(caught.value) and words in str(caught.value)
+
+
+@odd
+def test_run_directory(tmp_path: Path, what: str) -> None:
+    """What only informs counts as absent; what must be written is refused before a process is started."""
+    words = put(what, tmp_path / "lock")
+    with pytest.raises(OSError, match=words):
+        take_lock(tmp_path)
+    for name in ("log", "failed", "incarnation"):
+        (tmp_path / name).mkdir()
+    for name in ("keeper.log", "gateway.log"):
+        put(what, tmp_path / "log" / name)
+        with pytest.raises(OSError, match=words):
+            spawn_keeper(tmp_path, -1)
+        assert launch.tail(tmp_path / "log" / name) == "(no log)"
+        odd_path = tmp_path / "log" / name
+        odd_path.rmdir() if what == "folder" else odd_path.unlink()
+    put(what, tmp_path / "failed" / "router.json")
+    assert read_last_words(tmp_path, "router") is None
+    put(what, tmp_path / "budget")
+    config = SimpleNamespace(run_dir=str(tmp_path), ram_bytes=5)
+    assert read_budget(cast(GroupConfig, config)) == 5
+    if what != "folder":  # can't be replaced by a file
+        (tmp_path / "failed" / "router.json").unlink()
+        put(what, tmp_path / "incarnation" / "router")
+        assert next_incarnation(tmp_path, "router") == 1

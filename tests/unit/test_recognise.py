@@ -38,6 +38,7 @@ GIVEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a directory of GGUF": (with_files(model__gguf=b"GGUF", config__json="{}"), ("GGUF", "colibri convert HF_DIR OUT")),
     "PyTorch files": (with_files(pytorch_model__bin=b"", config__json="{}"), ("PyTorch", "safetensors")),
     "the hub's cache": (cache, ("cache", "colibri convert", "snapshots/0a1b OUT")),
+    "files named like the hub's cache": (with_files(refs="", snapshots=""), ("neither colibri.json nor config.json",)),
     "an adapter": (with_files(adapter_config__json="{}"), ("LoRA", "Merge")),
     "weights alone": (with_files(model__safetensors=b""), ("model.safetensors", "no config.json")),
     "nothing": (Path.mkdir, ("neither colibri.json nor config.json",)),

@@ -59,6 +59,8 @@ BAD: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "a flag for a number": ({"a": entry(0, 4, shape=[True])}, 4, ("'a'", "malformed")),
     "endless shape": ({"a": entry(0, 8, shape=[1 << 60] * 10_000)}, 8, ("'a'",)),
     "notes that are no text": ({"__metadata__": {"n": 1}, "a": A}, 8, ("__metadata__", "'wanted'")),
+    "notes that are a list": ({"__metadata__": [], "a": A}, 8, ("__metadata__",)),
+    "notes that are a number": ({"__metadata__": 0, "a": A}, 8, ("__metadata__",)),
     "not JSON": (b'{"a": ', 8, ("not valid JSON", "'wanted'")),
     "zeroes behind": (b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}\0', 8, ("not valid JSON",)),
     "other encoding": ('{"a": 1}'.encode("utf-16"), 8, ("not valid JSON",)),
@@ -88,6 +90,14 @@ def test_length_that_lies(tmp_path: Path) -> None:
         with pytest.raises(ContainerError, match=r"x\.safetensors.*'wanted'"):
             read_header(path, "wanted")
         assert library_refuses(path)
+
+
+def test_a_header_that_is_there_but_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "x.safetensors", {"a": A}, 8)
+    monkeypatch.setattr("shared.container.safetensors_file._HEADER_LIMIT", 32)
+    with pytest.raises(ContainerError) as caught:
+        read_header(path, "wanted")
+    assert "more than the 32" in str(caught.value) and "truncated" not in str(caught.value)
 
 
 def test_good_headers(tmp_path: Path) -> None:
