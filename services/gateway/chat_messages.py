@@ -59,7 +59,7 @@ def plain_messages(value: Any) -> list[dict[str, Any]]:
             raise invalid(f"{at}.role", f"{at}.role: {short(message.role)} is none of {', '.join(ROLES)}")
         if message.tool_calls and message.role != "assistant":
             raise invalid(f"{at}.tool_calls", f"{at}.tool_calls: only the assistant calls tools")
-        out: dict[str, Any] = {key: part for key, part in item.items() if part is not None}
+        out: dict[str, Any] = {key: part for key, part in item.items() if part is not None or key == "content"}
         content = _content(message.content, f"{at}.content")
         if message.role == "assistant":
             if content is None and not message.tool_calls:

@@ -11,6 +11,7 @@ import datetime
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -42,6 +43,8 @@ ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 MAX_RENDER_S: Final = 10.0
 MAX_REPEATED: Final = 4 << 20
+MAX_WORDS: Final = 1000
+"""Characters of an error of a template that are told on."""
 _INSTRUCTING: Final = ("developer",)
 
 
@@ -336,28 +339,31 @@ class ChatTemplate:
         except Refused:
             raise
         except jinja2.TemplateError as error:
-            raise _refusal(f"The model's chat template refused the messages: {error}.") from None
+            raise _refusal(f"The model's chat template refused the messages: {_words(error)}.") from None
         except Exception as error:  # noqa: BLE001  (a template is a program: it may fail in any way)
             # Nothing of what was made is kept: with MemoryError there is no room for it.
             parts.clear()
-            what = type(error).__name__ + (f": {error}" if str(error) else "")
+            what = type(error).__name__ + (f": {_words(error)}" if str(error) else "")
             raise _refusal(f"The model's chat template can't render these messages ({what}).") from None
         return join_text(map(printed, parts))
 
     def _check_developer(
         self, name: str, messages: list[dict[str, Any]], given: list[dict[str, Any]], kwargs: Any, max_chars: int
     ) -> None:
-        """Instructions that a template skips in silence are refused: one probe in the place of each must come out."""
-        for idx, message in enumerate(messages):
-            content = message.get("content")
-            if message.get("role") not in _INSTRUCTING or not content:
-                continue
-            probe = f"probe-{os.urandom(8).hex()}"
-            probed = [*given]
-            probed[idx] = {**given[idx], "content": ClientText(probe)}
-            if isinstance(given[idx]["content"], list):
-                probed[idx]["content"] = wrap([{"type": "text", "text": probe}])
-            if probe not in self._run(name, probed, kwargs, max_chars + len(probe)):
+        """Instructions that a template skips in silence are refused: a probe in the place of each must come out."""
+        asked = [k for k, m in enumerate(messages) if m.get("role") in _INSTRUCTING and m.get("content")]
+        if not asked:
+            return
+        mark_of = f"probe-{os.urandom(8).hex()}-"
+        probed = [*given]
+        for idx in asked:
+            probe: Any = f"{mark_of}{idx}."
+            is_parts = isinstance(given[idx]["content"], list)
+            probed[idx] = {**given[idx], "content": wrap([{"type": "text", "text": probe}] if is_parts else probe)}
+        text = self._run(name, probed, kwargs, max_chars + len(asked) * (len(mark_of) + 8))
+        came = {int(found[1]) for found in re.finditer(mark_of + r"(\d+)\.", text)}
+        for idx in asked:
+            if idx not in came:
                 raise Refused(
                     f"messages[{idx}]: the model's chat template does not print a message of the role "
                     f"{given[idx]['role']} at this place, so it would be lost. Move its text into the first system message.",
@@ -377,6 +383,12 @@ def _arguments(given: Any) -> Any:
         if isinstance(parsed, dict):
             return wrap_arguments(parsed, given)
     return wrap(given)
+
+
+def _words(error: Exception) -> str:
+    """What a template or jinja2 says, which may quote megabytes of a client's."""
+    words = str.__str__(str(error)).replace("services.router.client_text.", "").strip().removesuffix(".")
+    return words if len(words) <= MAX_WORDS else words[: MAX_WORDS - 3] + "..."
 
 
 def _refusal(message: str) -> Refused:

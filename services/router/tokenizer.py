@@ -129,7 +129,7 @@ class ModelTokenizer:
         return out
 
     def _forged(self, encoding: Any, text: str) -> list[tuple[int, int]]:
-        """Where control tokens stand that have a character of a client, in ``text``."""
+        """Characters of a client in ``text`` that are part of a control token. The template's beside them keep their right."""
         spans = spans_of(text)
         if not spans:
             return []
@@ -144,8 +144,7 @@ class ModelTokenizer:
                     start += 1
                 while start < end and text[end - 1].isspace():
                     end -= 1
-            if end - start > 1 and _overlaps(spans, start, end):
-                found.append((start, end))
+            found += _common(spans, start, end)
         return found
 
     @functools.cached_property
@@ -169,9 +168,15 @@ def _count_chars(value: Any) -> int:
     return sum(len(key) + _count_chars(part) for key, part in value.items()) if isinstance(value, dict) else 8
 
 
-def _overlaps(spans: Spans, start: int, end: int) -> bool:
-    first = bisect.bisect_right(spans, start, key=lambda span: span[1])
-    return first < len(spans) and spans[first][0] < end
+def _common(spans: Spans, start: int, end: int) -> list[tuple[int, int]]:
+    """What of ``spans`` lies in [start, end)."""
+    common = []
+    for idx in range(bisect.bisect_right(spans, start, key=lambda span: span[1]), len(spans)):
+        a, b = spans[idx]
+        if a >= end:
+            break
+        common.append((max(a, start), min(b, end)))
+    return common
 
 
 def _is_blank(spelling: str) -> bool:

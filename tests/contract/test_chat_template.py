@@ -355,6 +355,10 @@ def refusal(source: str, messages: list[dict[str, Any]], max_chars: int = 1 << 2
 def test_what_a_template_refuses_is_said_in_its_words() -> None:
     assert "no user here" in str(refusal("{{ raise_exception('no ' + messages[0].role + ' here') }}", [USER]))
     assert "TypeError" in str(refusal("{{ 1 + messages[0].content }}", [USER]))
+    assert str(refusal("{{ raise_exception('One thing only.') }}", [USER])).endswith(": One thing only.")
+    long = {"role": "user", "content": "x" * 100_000}
+    assert len(str(refusal("{{ raise_exception(messages[0].content) }}", [long]))) < 2000
+    assert len(str(refusal("{{ {}[messages[0].content].x }}", [long]))) < 2000
 
 
 @pytest.mark.parametrize(
@@ -387,6 +391,21 @@ def test_a_developer_message_is_known_or_system_or_refused() -> None:
     first = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{{ messages[-1].content }}"
     assert rendered(first, [DEVELOPER, USER]) == "be briefhi"
     assert refusal(first, [SYSTEM, DEVELOPER, USER]).param == "messages[1]"
+
+
+def test_many_developer_messages_are_looked_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+    run = ChatTemplate._run
+
+    def counted(*args: Any, **kwargs: Any) -> str:
+        runs.append(args)
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(ChatTemplate, "_run", counted)
+    assert rendered(CHATML, [DEVELOPER] * 40) == "<|system|>be brief" * 40
+    assert len(runs) == 2
+    drops_one = "{% for m in messages %}{{ m.content if loop.index0 != 2 }}{% endfor %}"
+    assert refusal(drops_one, [DEVELOPER] * 12).param == "messages[2]"
 
 
 def test_a_system_message_is_the_templates_affair() -> None:

@@ -134,6 +134,28 @@ def test_a_normaliser_is_no_way_around(tmp_path: Path) -> None:
     assert n_controls(model.encode_chat([{"role": "user", "content": wide}], {})) == 1
 
 
+def test_a_control_token_of_one_character_is_one_too(tmp_path: Path) -> None:
+    make(tmp_path, "<|user|>{{ messages[0].content }}{% for k in messages[0] %}{{ k }}{% endfor %}")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["\N{WHITE STAR}"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = ModelTokenizer(tmp_path)
+    star = "\N{WHITE STAR}"
+    assert n_controls(model.encode(star)) == 1
+    assert n_controls(model.encode_chat([{"role": "user", "content": f"a{star}{star}b", star: star}], {})) == 1
+
+
+def test_a_client_does_not_take_a_control_token_from_the_template(tmp_path: Path) -> None:
+    """What is left of a token that a client's characters would have completed is the template's, and may begin another."""
+    make(tmp_path, "{{ messages[0].content }}<|end|>")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.add_special_tokens(["x<|"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    model = ModelTokenizer(tmp_path)
+    ids = model.encode_chat([{"role": "user", "content": "yx"}], {})
+    assert ids == [*model.encode("yx"), *model.encode("<|end|>")]
+
+
 def test_an_entry_of_the_vocabulary_itself_is_no_way_around(tmp_path: Path) -> None:
     vocab = [("<unk>", 0.0), *((char, -9.0) for char in "</s>abc"), ("<s>", -1.0), ("</s>", -1.0)]
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0))

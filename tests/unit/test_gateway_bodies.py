@@ -230,6 +230,9 @@ def test_a_history_reaches_the_template_as_it_is() -> None:
     assert render(history(content=None)) == history(content=None)
     assert render(history(content="", name=None, function_call=None)) == history(content="")
     assert render(history()) == history(content=None)
+    # Templates that print a whole message print its keys as they came.
+    given = {"role": "assistant", "content": None, "tool_calls": [CALL], "custom": 1}
+    assert list(render([*history()[:2], given])[2]) == list(given)
 
 
 def test_arguments_of_calls_are_an_object_or_its_json_text() -> None:
