@@ -21,6 +21,7 @@ import pytest
 from native.library import NativeError, lib
 from native.memory import HugeBuffer, hash64
 from native.reader import ENDED_FN, STARTING_FN, ReadDone, Reader, uring_refusal
+from tests.support.waiting import wait_for
 
 PIECE = 4096 * 4
 N_BYTES = 1 << 20
@@ -106,13 +107,6 @@ def collect(reader: Reader, n: int, timeout_s: float = 20) -> list[ReadDone]:
         if select.select([reader.fd], [], [], left)[0]:
             done += reader.take()
     return done
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, f"never happened: {what}"
-        time.sleep(0.001)
 
 
 def content(fd: int, offset: int, n: int) -> bytes:
@@ -219,7 +213,7 @@ def test_as_many_pieces_as_the_depth_says_are_in_flight(
     with open_reader(3, PIECE) as reader:
         reader.submit(1, data_file, 0, 8 * PIECE, target.address)
         reader.submit(2, data_file, 8 * PIECE, PIECE, target.address + N_BYTES)
-        wait_until(lambda: len(disk.calls) >= 3, "three pieces on their way")
+        wait_for(lambda: len(disk.calls) >= 3, "three pieces on their way")
         time.sleep(0.05)
         assert sorted(offset // PIECE for offset, _ in disk.calls) == [0, 1, 2]
         disk.gate.set()
@@ -608,7 +602,7 @@ def test_waiting_reads_find_their_pages_while_the_first_is_held_up(
             before = resident_bytes()
             reader.submit(1, fd, 0, n, fresh.address)
             reader.submit(2, fd, 0, n, fresh.address + n)
-            wait_until(lambda: resident_bytes() - before > 1.8 * n, "pages ahead of the reads")
+            wait_for(lambda: resident_bytes() - before > 1.8 * n, "pages ahead of the reads")
             disk.gate.set()
             assert [d.error for d in collect(reader, 2)] == [0, 0]
     finally:

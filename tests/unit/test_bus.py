@@ -220,11 +220,11 @@ def test_control_is_served_before_data_and_fds_are_seen(endpoints: Endpoints, ma
     while not client.send(control.Drain("test", 1.0)):
         time.sleep(0.01)
     os.write(write_fd, b"fd")
-    time.sleep(0.2)
+    assert server.socket.wait(5000), "the control message has arrived"
     data = router.poll(1000)
     assert "Drain" in order
     assert "fd" in order
-    assert len(data) == 8
+    assert len(data + wait_for(router, 8 - len(data))) == 8
     os.close(read_fd)
     os.close(write_fd)
     client.close(0)

@@ -25,7 +25,8 @@ from shared.run.client import Answer, Client, ServerError
 from shared.step.counters import SEGMENT_BYTES, Counters
 from shared.step.stages import Stage, StepKind, TraceRing
 from shared.wire.endpoints import EXPERT_IO, ROUTER, SERVICES
-from tests.unit.fake_router import ROOT, FakeRouter, GatewayProcess, await_ready, wait_for
+from tests.support.fake_router import ROOT, FakeRouter, GatewayProcess, await_ready
+from tests.support.waiting import wait_for
 
 MS = 1_000_000
 

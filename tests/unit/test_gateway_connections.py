@@ -19,7 +19,8 @@ from uvicorn.server import ServerState
 
 from services.gateway.http_connection import HEAD_S, LOOK_S, MAX_HEAD_BYTES, REQUEST_S, SEND_S, Connection, Connections
 from services.gateway.lobby import Lobby, LobbyLimits
-from tests.unit.fake_router import HTTP, FakeRouter, GatewayProcess, await_ready, wait_for
+from tests.support.fake_router import HTTP, FakeRouter, GatewayProcess, await_ready
+from tests.support.waiting import wait_for
 
 N_FILES = 256
 

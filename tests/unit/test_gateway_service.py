@@ -15,7 +15,8 @@ import httpx2
 import pytest
 
 from shared.messages import control
-from tests.unit.fake_router import HTTP, FakeRouter, GatewayProcess, await_ready, wait_for
+from tests.support.fake_router import HTTP, FakeRouter, GatewayProcess, await_ready
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

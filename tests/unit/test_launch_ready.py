@@ -11,7 +11,8 @@ import pytest
 
 from deploy import launch
 from shared.messages import control
-from tests.unit.fake_router import FakeRouter, GatewayProcess, await_ready, wait_for
+from tests.support.fake_router import FakeRouter, GatewayProcess, await_ready
+from tests.support.waiting import wait_for
 
 
 def status_with(url: str) -> control.Status:

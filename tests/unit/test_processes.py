@@ -21,7 +21,7 @@ from shared.machine.processes import (
     read_counts,
     service_bytes,
 )
-from tests.unit.fake_router import wait_for
+from tests.support.waiting import wait_for
 
 
 def test_a_process_from_its_start_to_its_end(tmp_path: Path) -> None:

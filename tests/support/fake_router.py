@@ -24,6 +24,7 @@ from shared.run.config import GroupConfig, freeze
 from shared.wire.bus import Bus
 from shared.wire.control_plane import ControlServer
 from shared.wire.endpoints import Endpoints
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 HTTP = httpx2.Client(timeout=20, limits=httpx2.Limits(max_connections=None))
@@ -220,12 +221,3 @@ def await_ready(gateway: GatewayProcess, router: FakeRouter) -> None:
         return body["is_ready"] and body["services"][0]["incarnation"] == router.incarnation
 
     wait_for(is_there, "the gateway to see the router")
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.01)
-    raise AssertionError(f"waited {timeout_s} s for {what}")
