@@ -21,6 +21,8 @@ MAX_DEPTH: Final = 64
 MAX_NESTED: Final = 1 << 18
 MAX_VALUES: Final = 1 << 20
 """Arrays and objects of one body, and commas in it: what is more makes nothing that could be answered, and takes seconds."""
+MAX_KEYS: Final = 1 << 16
+"""Of one object, which the decoder makes in one go: other threads wait that long."""
 MAX_DIGITS: Final = 300
 BEYOND_INTEGERS: Final = "does not fit into 64 bits"
 CLAMPED: Final = ("max_tokens", "max_completion_tokens")
@@ -28,6 +30,7 @@ CLAMPED: Final = ("max_tokens", "max_completion_tokens")
 
 _STRING: Final = rb'"[^"\\]*(?:\\.[^"\\]*)*"?'
 _BRACKETS = re.compile(_STRING + rb"|[\[{\]}]", re.DOTALL)
+_KEYS = re.compile(_STRING + rb"|[\[{\]}:]", re.DOTALL)
 _COMMAS = re.compile(_STRING + rb"|,", re.DOTALL)
 _LONG_INTEGER = re.compile(rb"\d{19}")
 _WINDOW_BYTES: Final = 1 << 20
@@ -95,6 +98,8 @@ def _check_depth(body: bytes) -> None:
             n_commas += body[match.start()] == 0x2C
             if n_commas > MAX_VALUES:
                 raise invalid(None, f"the JSON body has more than {MAX_VALUES:,} values", ErrorCode.INVALID_JSON)
+    if body.count(b":") > MAX_KEYS:
+        _check_keys(body)
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
     depth = n_nested = 0
@@ -111,6 +116,22 @@ def _check_depth(body: bytes) -> None:
                 )
         elif bracket in b"]}":
             depth -= 1
+
+
+def _check_keys(body: bytes) -> None:
+    open_keys = [0]
+    for match in _KEYS.finditer(body):
+        byte = body[match.start()]
+        if byte == 0x3A:
+            open_keys[-1] += 1
+            if open_keys[-1] > MAX_KEYS:
+                raise invalid(
+                    None, f"an object of the JSON body has more than {MAX_KEYS:,} keys", ErrorCode.INVALID_JSON
+                )
+        elif byte in b"[{" and len(open_keys) <= MAX_DEPTH:
+            open_keys.append(0)
+        elif byte in b"]}" and len(open_keys) > 1:
+            open_keys.pop()
 
 
 def _has_long_integer(body: bytes) -> bool:

@@ -415,8 +415,9 @@ def test_an_empty_body_is_named() -> None:
         (b'{"metadata": [' + b"[]," * 270_000 + b"[]]}", "more than 262,144 arrays and objects"),
         (b'{"metadata": [' + b"1," * 1_100_000 + b"1]}", "more than 1,048,576 values"),
         (b'{"messages": [' + b'{"role":"user","content":"a"},' * 70_000 + b"1]}", "at most 65536 messages"),
+        (b'{"metadata": [{' + b",".join(b'"%d":1' % k for k in range(70_000)) + b"}]}", "more than 65,536 keys"),
     ],
-    ids=["arrays", "values", "messages"],
+    ids=["arrays", "values", "messages", "keys"],
 )
 def test_bodies_of_very_many_parts_are_refused_before_they_cost_much(body: bytes, words: str) -> None:
     with pytest.raises(ApiError, match=words) as caught:
@@ -425,7 +426,7 @@ def test_bodies_of_very_many_parts_are_refused_before_they_cost_much(body: bytes
 
 
 def test_commas_and_brackets_in_strings_are_no_parts() -> None:
-    text = ",[{" * 700_000
+    text = ",[{:" * 700_000
     assert completion(prompt=text).submit.prompt == text
 
 
