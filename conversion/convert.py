@@ -39,6 +39,7 @@ from shared.files import read_file
 from shared.model.config_reader import read_json, without_mtp
 from shared.model.family import expert_source, load_spec, source_name
 from shared.model.tensors import Source
+from shared.model.tokenizer_file import load_tokenizer
 
 VERSION = "0.2.0"
 """Raised whenever the same checkpoint would give other bytes; unfinished work of another version is refused."""
@@ -139,6 +140,10 @@ class Conversion:
     def notes(self) -> list[str]:
         """What the user should know before hours are spent."""
         if TOKENIZER_NAME in self.copied:
+            try:
+                load_tokenizer(self.source / TOKENIZER_NAME)
+            except ContainerError as error:
+                return [f"{error} No group starts with it as it is."]
             return []
         other = next((name for name in _OTHER_TOKENIZERS if name in self.copied), None)
         return [no_tokenizer(self.source) + (f" Its {other} is not read." if other else "")]

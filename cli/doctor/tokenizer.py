@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from cli.doctor.finding import Case, Finding
-from shared.container.reader import no_tokenizer
+from shared.container.reader import TOKENIZER_NAME, no_tokenizer
+from shared.errors import ContainerError
+from shared.model.tokenizer_file import load_tokenizer
 
 
 def look(case: Case) -> list[Finding]:
@@ -11,6 +13,12 @@ def look(case: Case) -> list[Finding]:
     if container is None:
         return []
     if container.facts().has_tokenizer:
+        try:
+            load_tokenizer(container.path / TOKENIZER_NAME)
+        except ContainerError as error:
+            return [
+                Finding("tokenizer", "there, but no start will accept it", "poor", str(error), facts={"present": True})
+            ]
         return [Finding("tokenizer", "there: text and chat are served", "good", facts={"present": True})]
     advice = no_tokenizer(container.path)
     return [Finding("tokenizer", "none: token ids only", "poor", advice, facts={"present": False})]

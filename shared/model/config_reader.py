@@ -109,6 +109,16 @@ class ConfigReader:
             f'config.json: "{key}" must be {expected}, found {text}. Use the config.json that came with the weights.'
         )
 
+    def n_mtp(self) -> int:
+        """MTP layers: none or one."""
+        n_layers = self.integer("num_nextn_predict_layers", 0, low=0)
+        if n_layers > 1:
+            raise ConfigError(
+                f'config.json: "num_nextn_predict_layers" is {n_layers:,}, but only one MTP layer is understood. Convert the '
+                "model without: --no-mtp (the same text, but no drafts)."
+            )
+        return n_layers
+
     # ---- what several families spell alike ----
 
     def rope(self, dim: int, *, is_interleaved: bool, default_theta: float | None = None) -> ReadRope:

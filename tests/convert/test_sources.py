@@ -527,9 +527,13 @@ def test_without_the_mtp_layer(small: Any, tmp_path: Path) -> None:
         tmp_path / "denied", {**config, "num_nextn_predict_layers": 0}, {"model.safetensors": tensors}
     )
     refused(denied, "hold an MTP layer", "model.layers.4.", "--no-mtp")
+    several = write_checkpoint(
+        tmp_path / "several", {**config, "num_nextn_predict_layers": 3}, {"model.safetensors": tensors}
+    )
+    refused(several, "only one MTP layer", "--no-mtp", error=ConfigError)
     plain = write_checkpoint(tmp_path / "plain", {**config, "num_nextn_predict_layers": 0}, {"model.safetensors": main})
     Conversion(plain, "int4").run(tmp_path / "wanted")
-    for source in (promised, torn, denied):
+    for source in (promised, torn, denied, several):
         out = tmp_path / f"{source.name}-out"
         Conversion(source, "int4", has_mtp=False).run(out)
         assert same_weights(out, tmp_path / "wanted")
@@ -597,6 +601,13 @@ def test_a_download_cache_of_links(converted: Converted, tmp_path: Path) -> None
         (links / path.name).symlink_to(path)
     Conversion(links, "int4").run(tmp_path / "out")
     assert same_weights(tmp_path / "out", converted("glm_moe_dsa", "int4"))
+
+
+def test_a_tokenizer_that_no_start_accepts_is_said_beforehand(tmp_path: Path) -> None:
+    source = copy_oracle(tmp_path)
+    (source / "tokenizer.json").write_bytes(b"")
+    (note,) = Conversion(source, "int4").notes()
+    assert str(source / "tokenizer.json") in note and "No group starts with it" in note
 
 
 def test_named_templates_are_copied(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,6 +137,9 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     (found,) = tokenizer.look(Case(Container.open(tmp_path / "m")))
     assert found.verdict == "poor" and "tokenizer.json" in found.advice and "token ids" in found.advice
     (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    (found,) = tokenizer.look(Case(Container.open(tmp_path / "m")))
+    assert found.verdict == "poor" and str(tmp_path / "m" / "tokenizer.json") in found.advice
+    shutil.copy(Path(__file__).parents[2] / "models" / "fledgling" / "tokenizer.json", tmp_path / "m")
     (found,) = tokenizer.look(Case(Container.open(tmp_path / "m")))
     assert found.verdict == "good"
     assert tokenizer.look(Case(None)) == []

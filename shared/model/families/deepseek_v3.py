@@ -37,7 +37,7 @@ def latent_model(family: str, read: ConfigReader, indexers: Indexers) -> ModelSp
     n_layers = read.integer("num_hidden_layers", high=4000)
     hidden, vocab = read.integer("hidden_size", high=1 << 20), read.integer("vocab_size")
     gate = noaux_gate(read)
-    n_mtp = read.integer("num_nextn_predict_layers", 0, low=0, high=1)
+    n_mtp = read.n_mtp()
     if "q_lora_rank" not in config:
         read.integer("q_lora_rank")
     nope, rope_dim = read.integer("qk_nope_head_dim", high=1 << 16), read.integer("qk_rope_head_dim", high=1 << 16)

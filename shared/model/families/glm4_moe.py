@@ -16,7 +16,7 @@ def spec(read: ConfigReader) -> ModelSpec:
     hidden, vocab = read.integer("hidden_size", high=1 << 20), read.integer("vocab_size")
     n_heads, n_kv_heads, head_dim = read.heads(hidden)
     gate = noaux_gate(read)
-    n_mtp = read.integer("num_nextn_predict_layers", 0, low=0, high=1)
+    n_mtp = read.n_mtp()
     rms_eps = read.number("rms_norm_eps", 1e-5, high=1.0)
     attention = Grouped(
         hidden=hidden,
