@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import re
@@ -108,8 +109,13 @@ def check_writable(path: Path, flag: str) -> None:
 
 
 def write_result(path: Path, text: str) -> None:
-    """A file the user named. Raises ConfigError."""
+    """A file the user named; a device, or a pipe that somebody reads, will do. Raises ConfigError."""
     try:
-        path.write_text(text, encoding="utf-8")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK, 0o666)
+        os.set_blocking(fd, True)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise ConfigError(f"{path} can't be written: nobody reads from this pipe") from None
         raise ConfigError(f"{path} can't be written: {error.strerror}") from None

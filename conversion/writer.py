@@ -330,7 +330,12 @@ class ContainerWriter:
                 f"{self.out} is not empty (it holds {foreign[0]!r}) and was not begun by this command. Choose "
                 "an empty or new directory."
             )
-        self._state.mkdir(exist_ok=True)
+        try:
+            self._state.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ContainerError(
+                f"{self._state} can't be used as a directory: {error.strerror}. Delete it, or choose another directory."
+            ) from None
         try:
             replace_file(plan_path, encoded)
         except OSError as error:

@@ -350,6 +350,10 @@ def test_output_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("")
     with pytest.raises(ContainerError, match="output directory"):
         Conversion(oracle_dir(NAME), PRECISION).run(tmp_path / "out")
+    (tmp_path / "new").mkdir()
+    os.mkfifo(tmp_path / "new" / ".unfinished")
+    with pytest.raises(ContainerError, match=r"\.unfinished can't be used as a directory"):
+        Conversion(oracle_dir(NAME), PRECISION).run(tmp_path / "new")
 
 
 def test_two_converters_at_once(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from cli.options import write_result
 from conversion.staging import plan_staging, stage
 from conversion.synth import Synthesis, preset_config
 from deploy import launch
@@ -161,3 +162,16 @@ def test_run_directory(tmp_path: Path, what: str) -> None:
         (tmp_path / "failed" / "router.json").unlink()
         put(what, tmp_path / "incarnation" / "router")
         assert next_incarnation(tmp_path, "router") == 1
+
+
+def test_a_result_is_not_kept_waiting_by_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="nobody reads"):
+        write_result(tmp_path / "pipe", "text")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_result(tmp_path / "pipe", "text")
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    write_result(tmp_path / "file", "longer")
+    write_result(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
