@@ -5,7 +5,7 @@ chooses (``shared/experts/residency.py``). Guesses may only displace what is les
 its layer came is the first to leave, before that it is left alone as long as others can go.
 
 Slots belong to tiers, the memories of the expert engines, and are numbered through all of them. The capacity of a tier may
-change at any time. A slot that is too many leaves at once, or as soon as nobody works with it and no read fills it; then it is
+change at any time. A surplus slot leaves at once, or as soon as nobody works with it and no read fills it; then it is
 absent until the capacity grows again.
 """
 
@@ -75,7 +75,7 @@ class Taken(NamedTuple):
 
 
 class Resized(NamedTuple):
-    """``gone``: slots that are absent now. ``in_flight``: those too many that a guess is being read into."""
+    """``gone``: slots that are absent now. ``in_flight``: surplus slots that a guess is being read into."""
 
     gone: list[int]
     in_flight: list[Slot]
@@ -275,7 +275,7 @@ class SlotTable:
     # -- the capacity ----------------------------------------------------------------------------------------
 
     def resize(self, tier: int, capacity: int, *, is_by_policy: bool) -> Resized:
-        """Changes the capacity at once. The caller calls off the guesses in flight that are too many.
+        """Changes the capacity at once. The caller calls off the guesses in flight in surplus slots.
 
         ``is_by_policy``: the policy says who leaves; else the slots with the highest numbers, so that the memory that stays
         is in one piece.

@@ -76,8 +76,8 @@ class Policy(ABC):
         """``key`` has lost its slot."""
         self.discard(key)
 
-    def heat(self, key: Key) -> float:
-        """How warm a key is, resident or not; 0 when it is unknown. Compared with other heats of the same policy only."""
+    def frequency(self, key: Key) -> float:
+        """Usage frequency, decayed; resident or not; 0 when unknown. Compared with others of the same policy only."""
         return 0.0
 
     def chance(self, key: Key) -> float:
@@ -146,7 +146,7 @@ class Lru(Policy):
         lowest = self._order.lowest()
         return lowest[1] if lowest else None
 
-    def heat(self, key: Key) -> float:
+    def frequency(self, key: Key) -> float:
         kind, clock = self._used.get(key, (0, 0))
         return float(clock) if kind else 0.0
 
@@ -203,8 +203,8 @@ class DecayedLfu(Policy):
     def __init__(self, n_slots: int, layers: Sequence[int], half_life: float = HALF_LIFE_STEPS) -> None:
         super().__init__(n_slots, layers)
         self._per_visit = 1.0 / (half_life * max(1, len(self.layers)))
-        self._full = _full_heat(half_life)
-        self._log_heat: dict[Key, float] = {}
+        self._full = _full_frequency(half_life)
+        self._log_frequency: dict[Key, float] = {}
         self._order = Ranking()
         self._now = 0.0  # in half-lives
 
@@ -214,10 +214,10 @@ class DecayedLfu(Policy):
 
     def asked(self, key: Key, prompt_share: float | None, is_hit: bool) -> None:
         weight = 1.0 if prompt_share is None else PREFILL_WEIGHT * prompt_share
-        self._log_heat[key] = _log_add(self._log_heat.get(key), weight, self._now)
+        self._log_frequency[key] = _log_add(self._log_frequency.get(key), weight, self._now)
 
     def add(self, key: Key) -> None:
-        self._order.put(key, self._log_heat.get(key, -math.inf))
+        self._order.put(key, self._log_frequency.get(key, -math.inf))
 
     def discard(self, key: Key) -> None:
         self._order.discard(key)
@@ -226,27 +226,27 @@ class DecayedLfu(Policy):
         lowest = self._order.lowest()
         return lowest[1] if lowest else None
 
-    def heat(self, key: Key) -> float:
-        log_heat = self._log_heat.get(key)
-        return 0.0 if log_heat is None else 2.0 ** (log_heat - self._now)
+    def frequency(self, key: Key) -> float:
+        log_frequency = self._log_frequency.get(key)
+        return 0.0 if log_frequency is None else 2.0 ** (log_frequency - self._now)
 
     def chance(self, key: Key) -> float:
-        return min(1.0, self.heat(key) / self._full)
+        return min(1.0, self.frequency(key) / self._full)
 
     def restore(self, uses: Mapping[Key, float]) -> None:
         for key, per_step in uses.items():
             if per_step > 0:
-                self._log_heat[key] = math.log2(per_step * self._full) + self._now
+                self._log_frequency[key] = math.log2(per_step * self._full) + self._now
 
 
 class NextUse(Policy):
     """Who is needed last leaves first, by an estimate of the next use. The default.
 
     A layer's experts are asked for once per step and then not before the whole model has been passed, so time is counted per
-    layer: the heat of an expert decays with the visits of its own layer and gives the chance ``p`` that a step wants it. Its
-    next use is then expected after ``d / L + 1 / p - 1`` steps, ``d`` being how many layers ahead its own is: of two equally
-    warm experts, the one whose layer has just been passed leaves. Within a layer the order of heats holds by itself (all
-    decay alike), so a heap per layer is enough and the victim is the worst of their tops.
+    layer: an expert's usage frequency decays with the visits of its own layer and gives the chance ``p`` that a step wants it.
+    Its next use is then expected after ``d / L + 1 / p - 1`` steps, ``d`` being how many layers ahead its own is: of two
+    equally frequent experts, the one whose layer has just been passed leaves. Within a layer the order of frequencies holds by
+    itself (all decay alike), so a heap per layer is enough and the victim is the worst of their tops.
     """
 
     name = "next-use"
@@ -254,8 +254,8 @@ class NextUse(Policy):
     def __init__(self, n_slots: int, layers: Sequence[int], half_life: float = HALF_LIFE_STEPS) -> None:
         super().__init__(n_slots, layers)
         self._per_step = 1.0 / half_life
-        self._full = _full_heat(half_life)
-        self._log_heat: dict[Key, float] = {}
+        self._full = _full_frequency(half_life)
+        self._log_frequency: dict[Key, float] = {}
         self._place = {layer: i for i, layer in enumerate(self.layers)}
         self._order = [Ranking() for _ in self.layers]
         self._now = [0.0] * len(self.layers)  # in half-lives
@@ -268,10 +268,10 @@ class NextUse(Policy):
 
     def asked(self, key: Key, prompt_share: float | None, is_hit: bool) -> None:
         weight = 1.0 if prompt_share is None else PREFILL_WEIGHT * prompt_share
-        self._log_heat[key] = _log_add(self._log_heat.get(key), weight, self._now[self._place[key[0]]])
+        self._log_frequency[key] = _log_add(self._log_frequency.get(key), weight, self._now[self._place[key[0]]])
 
     def add(self, key: Key) -> None:
-        self._order[self._place[key[0]]].put(key, self._log_heat.get(key, -math.inf))
+        self._order[self._place[key[0]]].put(key, self._log_frequency.get(key, -math.inf))
 
     def discard(self, key: Key) -> None:
         self._order[self._place[key[0]]].discard(key)
@@ -284,25 +284,25 @@ class NextUse(Policy):
             lowest = order.lowest()
             if lowest is None:
                 continue
-            heat = 2.0 ** (lowest[0] - self._now[i])
-            if heat < 1e-30:
-                heat = 1e-30
-            next_use = ((i - self._at - 1) % n_layers + 1) / n_layers + self._full / heat
+            frequency = 2.0 ** (lowest[0] - self._now[i])
+            if frequency < 1e-30:
+                frequency = 1e-30
+            next_use = ((i - self._at - 1) % n_layers + 1) / n_layers + self._full / frequency
             if next_use > latest:
                 latest, found = next_use, lowest[1]
         return found
 
-    def heat(self, key: Key) -> float:
-        log_heat = self._log_heat.get(key)
-        return 0.0 if log_heat is None else 2.0 ** (log_heat - self._now[self._place[key[0]]])
+    def frequency(self, key: Key) -> float:
+        log_frequency = self._log_frequency.get(key)
+        return 0.0 if log_frequency is None else 2.0 ** (log_frequency - self._now[self._place[key[0]]])
 
     def chance(self, key: Key) -> float:
-        return min(1.0, self.heat(key) / self._full)
+        return min(1.0, self.frequency(key) / self._full)
 
     def restore(self, uses: Mapping[Key, float]) -> None:
         for key, per_step in uses.items():
             if per_step > 0 and key[0] in self._place:
-                self._log_heat[key] = math.log2(per_step * self._full) + self._now[self._place[key[0]]]
+                self._log_frequency[key] = math.log2(per_step * self._full) + self._now[self._place[key[0]]]
 
 
 class KeepAll(Policy):
@@ -333,17 +333,17 @@ def make_policy(name: str, n_slots: int, layers: Sequence[int], n_experts: int) 
     return kind(n_slots, layers)
 
 
-def _full_heat(half_life: float) -> float:
-    """The heat of a key that is used in every step: 1 + r + r^2 + ... with r = 2 ** (-1 / half_life)."""
+def _full_frequency(half_life: float) -> float:
+    """The frequency of a key that is used in every step: 1 + r + r^2 + ... with r = 2 ** (-1 / half_life)."""
     return 1.0 / (1.0 - math.exp2(-1.0 / half_life))
 
 
-def _log_add(log_heat: float | None, weight: float, now: float) -> float:
-    """log2(2 ** log_heat + weight * 2 ** now), without overflow."""
+def _log_add(log_frequency: float | None, weight: float, now: float) -> float:
+    """log2(2 ** log_frequency + weight * 2 ** now), without overflow."""
     if weight <= 0:
-        return -math.inf if log_heat is None else log_heat
+        return -math.inf if log_frequency is None else log_frequency
     new = math.log2(weight) + now
-    if log_heat is None or log_heat == -math.inf:
+    if log_frequency is None or log_frequency == -math.inf:
         return new
-    high, low = (new, log_heat) if new > log_heat else (log_heat, new)
+    high, low = (new, log_frequency) if new > log_frequency else (log_frequency, new)
     return high + math.log2(1.0 + 2.0 ** (low - high))

@@ -166,6 +166,16 @@ class Group:
             time.sleep(0.05)
         raise AssertionError(f"not ready again after {timeout_s:.0f} s:\n{self.said}\n{self.logs()}")
 
+    def wait_replaced(self, service: str, old_pid: int, timeout_s: float = 20.0) -> dict[str, Any]:
+        """Waits until another process than ``old_pid`` is ready as this service; returns its entry of the status."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found: dict[str, Any] = {entry["name"]: entry for entry in self.status()["services"]}[service]
+            if found["state"] == "ready" and found["pid"] != old_pid:
+                return found
+            assert time.monotonic() < deadline, f"{found}\n{self.logs()}"
+            time.sleep(0.05)
+
     def logs(self, n_lines: int = 25) -> str:
         """The ends of all logs, for messages of failing tests."""
         parts = []

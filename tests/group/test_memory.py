@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -111,8 +110,7 @@ def test_the_budget_holds_while_topics_alternate_and_when_it_changes(
         too_high = colibri("ram", "900T", "--run-dir", str(group.run_dir))
         assert too_high.returncode == 78 and "can be had" in too_high.stderr
 
-        group.kill("expert_io")
-        time.sleep(0.3)
+        group.wait_replaced("expert_io", group.kill("expert_io"))
         group.wait_ready()
         assert counters_of(group)["slots"] == 6
         higher = ram + 40 * 2 * MIB

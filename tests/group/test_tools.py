@@ -9,10 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -22,6 +20,7 @@ from shared.run.client import ask_status
 from shared.run.config import load_frozen
 from shared.step.counters import read_all
 from tests.group.harness import Group, completion_body
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.group
 
@@ -50,14 +49,6 @@ def colibri(*args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, stdin=subprocess.DEVNULL
     )
-
-
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.02)
-    return value
 
 
 def test_profile_rows_sum_to_the_wall_time_and_bytes_to_the_kernels(group: Group, tmp_path: Path) -> None:
@@ -107,7 +98,6 @@ def test_profile_watches_what_others_ask(group: Group) -> None:
     )  # fmt: skip
     assert watch.stderr is not None
     assert "watching" in watch.stderr.readline()
-    time.sleep(0.3)
     group.tokens(PROMPT, 10)
     watch.send_signal(signal.SIGINT)
     out, _ = watch.communicate(timeout=30)
@@ -145,7 +135,9 @@ def test_run_starts_a_group_and_ends_it_whatever_happens(model: Path, run_dir: P
     wait_for(lambda: "ready after" in (run.stderr.readline() if run.stderr else ""), "the group", 60)
     run_id = load_frozen(run_dir / "group.json").run_id
     if sig is not None:
-        time.sleep(0.5)
+        segment = Segment.attach(run_id, COUNTERS, is_readonly=True)
+        wait_for(lambda: read_all(segment.buf)["router"]["tokens"] > 10, "the answer to be under way")
+        segment.close()
         run.send_signal(sig)
     out, err = run.communicate(timeout=60)
     assert run.returncode == (0 if sig is None else 130 if sig == signal.SIGINT else -signal.SIGKILL), err

@@ -83,11 +83,11 @@ def test_decayed_frequency_weighs_uses_by_age() -> None:
                 use(policy, (1, 0))
             if layer == 1 and step in (38, 39):
                 use(policy, (1, 1))
-    assert policy.heat((1, 0)) < 0.1 < 1 < policy.heat((1, 1)) <= 2
+    assert policy.frequency((1, 0)) < 0.1 < 1 < policy.frequency((1, 1)) <= 2
     assert drain(policy) == [(1, 0), (1, 1)]
     for _ in range(3 * 4 * 3):
         policy.visit(1, False)
-    assert policy.heat((1, 1)) > 1, "prompts do not make the decode set older"
+    assert policy.frequency((1, 1)) > 1, "prompts do not make the decode set older"
 
 
 def test_next_use_knows_that_the_layers_come_in_turn() -> None:
@@ -114,7 +114,7 @@ def test_next_use_prefers_chance_to_place() -> None:
 
 
 @pytest.mark.parametrize("kind", [NextUse, DecayedLfu])
-def test_heats_do_not_overflow_and_what_was_known_before_gives_the_first_order(kind: type[Policy]) -> None:
+def test_frequencies_do_not_overflow_and_what_was_known_before_gives_the_first_order(kind: type[Policy]) -> None:
     policy = kind(8, LAYERS)
     policy.restore({(1, 5): 0.02, (1, 6): 0.0, (1, 7): 0.05})
     for e in (5, 6, 7):
@@ -125,7 +125,7 @@ def test_heats_do_not_overflow_and_what_was_known_before_gives_the_first_order(k
     for _ in range(200_000):
         policy.visit(1, True)
     use(policy, (1, 2))
-    assert policy.heat((1, 1)) < 1e-30 < policy.heat((1, 2))
+    assert policy.frequency((1, 1)) < 1e-30 < policy.frequency((1, 2))
     assert policy.victim() == (1, 2)
 
 
