@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from services.router.group import Changed, Group, Instruction, Kill, Note, Replaced, Reply, RingView, Sample, Watch
+from services.router.group import Changed, Instruction, Kill, Membership, Note, Replaced, Reply, RingView, Sample, Watch
 from shared.machine.processes import process_line, read_counts
 from shared.messages import control
 from shared.messages.control import ServiceState
@@ -39,7 +39,7 @@ class ControlPlane:
         config = ctx.config
         self._ctx = ctx
         self._router = router
-        self._group = Group(config.n_drafts > 0, config.heartbeat_s, config.stall_s)
+        self._group = Membership(config.n_drafts > 0, config.heartbeat_s, config.stall_s)
         self._bus: ControlBus = ctx.bus
         self._server = ControlServer(ctx.endpoints, self._bus.context)
         self._told = RingView()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from services.router.drafting import Drafting, DraftPlan
 from services.router.group import RingView
-from services.router.scheduler import Advance, Plan, Scheduler
+from services.router.scheduler import Advance, MainPlan, Scheduler
 from services.router.sequences import Fault, Sequence
 from shared.errors import ErrorCode
 from shared.messages.gateway import FinishReason
@@ -36,7 +36,7 @@ class Flight:
 
     step: int
     n_steps: int
-    plan: Plan | DraftPlan
+    plan: MainPlan | DraftPlan
     start_ns: int
     n_replays: int = 0
     n_faults_heard: int = 0
@@ -45,11 +45,11 @@ class Flight:
 
     @property
     def frame(self) -> int:
-        return MAIN_FRAME if isinstance(self.plan, Plan) else DRAFT_FRAME
+        return MAIN_FRAME if isinstance(self.plan, MainPlan) else DRAFT_FRAME
 
     @property
     def n_prefill(self) -> int:
-        return self.plan.n_prefill if isinstance(self.plan, Plan) else 0
+        return self.plan.n_prefill if isinstance(self.plan, MainPlan) else 0
 
     def covers(self, step: int) -> bool:
         return self.step <= step < self.step + self.n_steps
@@ -79,7 +79,7 @@ class RunMain:
     """Fill the main frame and tell attention."""
 
     flight: Flight
-    plan: Plan
+    plan: MainPlan
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Flights:
         self._now_ns = now_ns
         self.view = RingView()
         self._gateway = 0  # the last one that was there
-        self._again: deque[tuple[Plan, int, int]] = deque()  # plan, replays, start
+        self._again: deque[tuple[MainPlan, int, int]] = deque()  # plan, replays, start
         self.current: Flight | None = None
 
     # -- questions
@@ -222,11 +222,11 @@ class Flights:
             # A draft is only a guess: go on without it.
             self._drafting.lost(flight.plan)
             out.append(self._give_up())
-        elif flight and isinstance(flight.plan, Plan) and is_ring_other:
+        elif flight and isinstance(flight.plan, MainPlan) and is_ring_other:
             out += [self._give_up(), *self._lost(flight, flight.plan)]
         return out + self._go_on()
 
-    def _lost(self, flight: Flight, plan: Plan) -> list[Instruction]:
+    def _lost(self, flight: Flight, plan: MainPlan) -> list[Instruction]:
         n_replays = flight.n_replays + 1
         if n_replays > MAX_REPLAYS:
             words = (
@@ -237,11 +237,11 @@ class Flights:
         self._run_again(flight, plan, n_replays, is_apart=n_replays >= APART_FROM)
         return []
 
-    def _run_again(self, flight: Flight, plan: Plan, n_replays: int, *, is_apart: bool) -> None:
+    def _run_again(self, flight: Flight, plan: MainPlan, n_replays: int, *, is_apart: bool) -> None:
         parts = self._scheduler.again(plan, is_apart=is_apart)
         self._again.extendleft((part, n_replays, flight.start_ns) for part in reversed(parts))
 
-    def _fail_all(self, plan: Plan, fault: Fault) -> list[Instruction]:
+    def _fail_all(self, plan: MainPlan, fault: Fault) -> list[Instruction]:
         out: list[Instruction] = []
         for span in plan.spans:
             if span.sequence in self._scheduler.running:
@@ -273,7 +273,7 @@ class Flights:
         if flight is None:
             return []
         plan = flight.plan
-        if rows and isinstance(plan, Plan):
+        if rows and isinstance(plan, MainPlan):
             flight.mark(rows, layer, EXPERTS, fault)
             flight.n_faults_heard += 1
             return []  # whether it matters shows when accepted tokens reach it
@@ -297,17 +297,17 @@ class Flights:
     def computed(self, step: int, n_faults: int) -> None:
         """Logits are there; so many messages of faults belong to them."""
         flight = self.covering(step)
-        if flight and isinstance(flight.plan, Plan):
+        if flight and isinstance(flight.plan, MainPlan):
             flight.n_faults_sent = n_faults
 
-    def finished(self) -> tuple[Flight, Plan] | None:
+    def finished(self) -> tuple[Flight, MainPlan] | None:
         """The main step that can be completed now: all that is to be known of it is known."""
         flight = self.current
-        if flight is None or not isinstance(flight.plan, Plan) or flight.n_faults_sent is None:
+        if flight is None or not isinstance(flight.plan, MainPlan) or flight.n_faults_sent is None:
             return None
         return (flight, flight.plan) if flight.n_faults_heard >= flight.n_faults_sent else None
 
-    def complete(self, flight: Flight, plan: Plan, choose: Choose) -> list[Instruction]:
+    def complete(self, flight: Flight, plan: MainPlan, choose: Choose) -> list[Instruction]:
         """Take the tokens of a finished step; what follows it."""
         advances = self._scheduler.complete(plan, choose, flight.faults)
         self.current = None
@@ -342,7 +342,7 @@ class Flights:
         plan_or_none = self._scheduler.plan()
         return self._start_main(plan_or_none, start_ns, 0) if plan_or_none else []
 
-    def _start_main(self, plan: Plan, start_ns: int, n_replays: int) -> list[Instruction]:
+    def _start_main(self, plan: MainPlan, start_ns: int, n_replays: int) -> list[Instruction]:
         self.current = flight = Flight(self._take_steps(1), 1, plan, start_ns, n_replays)
         return [RunMain(flight, plan)]
 

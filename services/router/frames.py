@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from services.router.drafting import DraftPlan
-from services.router.scheduler import Plan
+from services.router.scheduler import MainPlan
 from shared.step.frame import Frame
 
 
-def fill_main(frame: Frame, plan: Plan) -> None:
+def fill_main(frame: Frame, plan: MainPlan) -> None:
     """token, position, seq, logit_row and block_table of a main step."""
     for span in plan.spans:
         end = span.first + span.n_rows

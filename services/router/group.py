@@ -133,8 +133,8 @@ class _Drain:
     n_cut: int = 0
 
 
-class Group:
-    """State of the whole group. ``is_drafting``: a drafter belongs to it."""
+class Membership:
+    """Who belongs to the group and how they are. ``is_drafting``: a drafter belongs to it."""
 
     def __init__(self, is_drafting: bool, heartbeat_s: float, stall_s: float) -> None:
         self._is_drafting = is_drafting

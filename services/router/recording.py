@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from services.router.drafting import DraftPlan
-from services.router.scheduler import Plan
+from services.router.scheduler import MainPlan
 from shared.container.reader import Container
 from shared.errors import ConfigError
 from shared.experts.traces import SpanNote, TraceHeader, TraceWriter, layer_record, lost_record, step_record
@@ -39,7 +39,7 @@ class LogitRecorder:
         except OSError as error:
             raise ConfigError(f"record_logits: {path} can't be written: {error.strerror}") from None
 
-    def record(self, plan: Plan, logits: NDArray[np.float32]) -> None:
+    def record(self, plan: MainPlan, logits: NDArray[np.float32]) -> None:
         """logits f32[L, V] of a finished step."""
         for span in plan.spans:
             skipped = span.n_rows - span.n_logits
@@ -143,7 +143,7 @@ def trace_header(container: Container, model: str, with_mtp: bool) -> TraceHeade
     )
 
 
-def span_notes(plan: Plan) -> list[SpanNote]:
+def span_notes(plan: MainPlan) -> list[SpanNote]:
     """The rows of a main step, for the trace."""
     return [SpanNote(s.sequence.request, s.n_rows, s.position, s.is_prefill) for s in plan.spans]
 

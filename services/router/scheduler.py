@@ -37,7 +37,7 @@ class BlockPool:
 @dataclass(slots=True)
 class Span:
     """Consecutive rows of one sequence in a step. ``rows[first .. first + n)`` stand at ``position`` and on. Where they lie
-    in the step ``Plan.of`` fills in."""
+    in the step ``MainPlan.of`` fills in."""
 
     sequence: Sequence
     tokens: tuple[int, ...]
@@ -62,15 +62,15 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One step."""
+class MainPlan:
+    """One step of the main model: its rows, span by span."""
 
     spans: tuple[Span, ...]
     n_rows: int
     n_logits: int
 
     @classmethod
-    def of(cls, spans: Iterable[Span]) -> Plan:
+    def of(cls, spans: Iterable[Span]) -> MainPlan:
         """The spans, which are the plan's from now on, one behind the other; a prompt chunk must be the last."""
         placed = tuple(spans)
         n_rows = n_logits = 0
@@ -161,7 +161,7 @@ class Scheduler:
 
     # -- steps -----------------------------------------------------------------------------------------------
 
-    def plan(self) -> Plan | None:
+    def plan(self) -> MainPlan | None:
         """The next step, or None when nothing runs."""
         spans: list[Span] = []
         n_rows = n_logits = 0
@@ -191,18 +191,21 @@ class Scheduler:
             n_wanted = len(tokens) if self._all_logits else int(reaches_end)
             spans.append(Span(sequence, tokens, sequence.n_cached, n_wanted, is_prefill=True))
             break
-        return Plan.of(spans) if spans else None
+        return MainPlan.of(spans) if spans else None
 
-    def again(self, plan: Plan, *, is_apart: bool) -> list[Plan]:
+    def again(self, plan: MainPlan, *, is_apart: bool) -> list[MainPlan]:
         """What of a step that came to nothing has to run again: without drafts, of which one may be the reason, and, when
         ``is_apart``, each sequence in a step of its own, so that it suffers from itself alone."""
         spans = [span.without_drafts() for span in plan.spans if span.sequence in self.running]
         if is_apart:
-            return [Plan.of([span]) for span in spans]
-        return [Plan.of(spans)] if spans else []
+            return [MainPlan.of([span]) for span in spans]
+        return [MainPlan.of(spans)] if spans else []
 
     def complete(
-        self, plan: Plan, choose: Callable[[Sequence, int, int], int | Fault], faults: Mapping[int, Fault] | None = None
+        self,
+        plan: MainPlan,
+        choose: Callable[[Sequence, int, int], int | Fault],
+        faults: Mapping[int, Fault] | None = None,
     ) -> list[Advance]:
         """Apply a finished step. ``choose(sequence, logit_row, position)`` samples the token of ``position``; ``faults`` are
         the rows of the step that have no true result.

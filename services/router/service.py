@@ -38,7 +38,7 @@ from services.router.pieces import has_tokenizer, read_pieces
 from services.router.prompt_desk import Outcome, PromptDesk
 from services.router.recording import LogitRecorder, RoutingRecorder, draft_notes, span_notes, trace_header
 from services.router.sampler import choose_token
-from services.router.scheduler import Plan, Scheduler
+from services.router.scheduler import MainPlan, Scheduler
 from services.router.sequences import Fault, Sequence
 from services.router.text_stream import PieceOf
 from shared.container.reader import Container
@@ -299,7 +299,7 @@ class RouterService(Service):
             elif isinstance(do, Note):
                 self._ctx.log.info(do.event, **do.fields)
 
-    def _run_main(self, flight: Flight, plan: Plan) -> None:
+    def _run_main(self, flight: Flight, plan: MainPlan) -> None:
         frame = self._place.frame(MAIN_FRAME)
         self._timer.begin_step(frame, flight.step)
         with self._timer.stage(Stage.PLAN):
@@ -330,7 +330,7 @@ class RouterService(Service):
     def _finish_trace(self, flight: Flight) -> None:
         """Gather every service's stage rows of a finished step, and the whole step as one row."""
         kind = StepKind.DRAFT
-        if isinstance(flight.plan, Plan):
+        if isinstance(flight.plan, MainPlan):
             kind = StepKind.PREFILL if flight.plan.is_prefill else StepKind.DECODE
         self._timer.record(Stage.STEP, kind, flight.start_ns, time.monotonic_ns(), flight.plan.n_rows)
         frame = self._place.frame(flight.frame)

@@ -24,7 +24,7 @@ from services.router.flight import (
     RunMain,
 )
 from services.router.group import RingView
-from services.router.scheduler import Plan
+from services.router.scheduler import MainPlan
 from services.router.sequences import Fault, Sequence
 from shared.messages.layer import EMBEDDING
 from tests.unit.test_scheduler import make_scheduler, make_sequence
@@ -252,7 +252,7 @@ def test_a_failure_of_a_whole_step_is_looked_for_one_by_one() -> None:
     driver.drafted((4,))
     driver.land()
     assert driver.flights.current and len(driver.flights.current.plan.spans) == 2
-    while not isinstance(driver.flights.current.plan, Plan):
+    while not isinstance(driver.flights.current.plan, MainPlan):
         driver.drafted((5,), (4,))
     assert [span.n_rows for span in driver.flights.current.plan.spans] == [2, 2]
     out = driver.failed(())
@@ -355,7 +355,7 @@ def test_a_lost_draft_step_costs_the_guesses_alone(peer: str) -> None:
     driver.see(**{peer: 2})
     assert driver.drafting.held(sequence) == GAP
     while not sequence.finish_reason:
-        assert driver.flights.current and isinstance(driver.flights.current.plan, Plan)
+        assert driver.flights.current and isinstance(driver.flights.current.plan, MainPlan)
         driver.land()
     assert sequence.tokens[3:] == list(range(3, 11)) and sequence.n_drafted == 0
 

@@ -9,9 +9,9 @@ import pytest
 from services.router.group import (
     IDLE_PROOF_S,
     Changed,
-    Group,
     Instruction,
     Kill,
+    Membership,
     Note,
     Replaced,
     Reply,
@@ -33,7 +33,7 @@ class Driver:
     """Feeds a group as the shell would."""
 
     def __init__(self, is_drafting: bool = True) -> None:
-        self.group = Group(is_drafting, heartbeat_s=1.0, stall_s=300.0)
+        self.group = Membership(is_drafting, heartbeat_s=1.0, stall_s=300.0)
         self.now = 100.0
 
     def hello(self, service: str, incarnation: int = 1, schema: int = SCHEMA_VERSION) -> list[Instruction]:
