@@ -167,9 +167,12 @@ class ExpertIoService(Service):
         begin = self._timer.begin_step if msg.layer < self._spec.n_layers else self._timer.continue_step
         begin(self._work.frame, msg.step)
         self._tell(VisitBegan(time.monotonic_ns(), msg.step, msg.layer, msg.n_rows))
-        early, self._early = self._early, None
-        if early and (early.step, early.layer) == (msg.step, msg.layer):
-            self._on_wanted(early)
+        early = self._early
+        # One for a later visit stays: what attention had sent of a step that was abandoned may come between.
+        if early and (early.step, early.layer) <= (msg.step, msg.layer):
+            self._early = None
+            if (early.step, early.layer) == (msg.step, msg.layer):
+                self._on_wanted(early)
 
     def _on_wanted(self, msg: ExpertsWanted) -> None:
         visit = self.state.visit

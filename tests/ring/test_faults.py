@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from services.expert_io.states import SlotState
 from shared.container.reader import Container
 from shared.errors import SchemaError
 from shared.messages.drafter import EmbedReady
+from shared.messages.expert_io import ExpertsWanted
 from shared.messages.gateway import FinishReason, RequestDone
-from shared.messages.layer import Mixed
+from shared.messages.layer import HiddenReady, Mixed
+from shared.messages.router import Abort
 from tests.oracle import oracle_array
 from tests.support.ring import Answer, Ring
 
@@ -124,6 +127,44 @@ def test_abort_frees_the_ring_between_layers(converted: Converted, tmp_path: Pat
             assert ring.generate(prompt, 5).tokens == expected
             done = ring.answers[f"gone{n_steps}"].done
             assert done is not None and done.reason == "abort"
+
+
+def test_a_choice_that_overtakes_what_is_left_of_an_abandoned_step_is_kept(
+    converted: Converted, tmp_path: Path
+) -> None:
+    """expert_io hears the router before attention, whose messages were held up: both of the old step and of the new."""
+    with Ring(converted(NAME, "int4"), tmp_path) as ring:
+        expected = ring.generate([3, 9, 200], 6).tokens
+    with Ring(converted(NAME, "int4"), tmp_path) as ring:
+        held: list[HiddenReady] = []
+        n_wanted = 0
+
+        def hold(sender: str, receiver: str, msg: Any) -> bool:
+            nonlocal n_wanted
+            if receiver != "expert_io" or n_wanted == 2:
+                return True
+            if isinstance(msg, HiddenReady):
+                held.append(msg)
+                return False
+            if isinstance(msg, ExpertsWanted):
+                n_wanted += 1
+                if n_wanted == 1:
+                    return False  # of the step that is abandoned now
+                ring.services[receiver].handle(msg, sender)
+                for late in held:
+                    ring.services[receiver].handle(late, "attention")
+                return False
+            return True
+
+        ring.on_deliver = hold
+        ring.submit("left", [7, 8], max_tokens=6, ignore_eos=True)
+        while not n_wanted:
+            ring.step()
+        ring.services["router"].handle(Abort("left", "test"), "gateway")
+        ring.submit("r", [3, 9, 200], max_tokens=6, ignore_eos=True)
+        ring.run(n_idle=20)
+        assert len(held) == 2 and held[0].step < held[1].step
+        assert ring.answers["r"].tokens == expected
 
 
 def test_a_nan_in_one_expert_ends_only_those_who_use_it(converted: Converted, tmp_path: Path) -> None:
