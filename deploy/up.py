@@ -23,7 +23,7 @@ from shared.errors import EXIT_FAULT, EXIT_OK, ColibriError, ConfigError
 from shared.messages.control import ServiceState
 from shared.run.address import is_loopback, url_of
 from shared.run.config import Settings, load_settings
-from shared.run.program import OutputLost, run_program
+from shared.run.program import OutputLost, ReaderGone, run_program
 from shared.run.settings import add_flags, declared
 from shared.run.terminal import complain, say, say_json
 
@@ -70,11 +70,13 @@ def run(argv: list[str]) -> int:
         if args.status:
             return _status(settings, args.json)
         if args.stop:
-            code = _stop(settings, signals, args.keep_warm)
-            return _drop_warm(settings) if args.drop_warm else code
-        if args.drop_warm:
-            return _drop_warm(settings)
-        return _up(settings, args.daemon, signals)
+            lines = _stop(settings, signals, args.keep_warm) + (_drop_warm(settings) if args.drop_warm else [])
+        elif args.drop_warm:
+            lines = _drop_warm(settings)
+        else:
+            return _up(settings, args.daemon, signals)
+        say("\n".join(lines))  # last, for it may fail
+        return EXIT_OK
     except OSError as error:  # of the run directory: everything else has its own sentence
         where = f"{error.filename}: " if error.filename else ""
         raise ConfigError(
@@ -129,8 +131,14 @@ class _Signals:
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError, OutputLost):  # whoever read this is gone; that must not end the group
+    """A line about a group that lives: nobody has to hear it."""
+    try:
         say(text)
+    except ReaderGone:
+        pass
+    except OutputLost as lost:  # raised once; that must not end the group
+        with contextlib.suppress(OSError):
+            complain(f"{NAME}: {lost}; the group goes on without it")
 
 
 def _up(settings: Settings, is_daemon: bool, signals: _Signals) -> int:
@@ -289,19 +297,19 @@ def _kept_sets(settings: Settings) -> list[Any]:
     return warm_sets.find_sets(warm_sets.known_dirs(settings.huge_dir))
 
 
-def _drop_warm(settings: Settings) -> int:
+def _drop_warm(settings: Settings) -> list[str]:
+    """Returns what there is to say."""
     from shared.memory import warm_sets
 
-    found = _kept_sets(settings)
-    for warm in found:
+    freed = []
+    for warm in _kept_sets(settings):
         warm_sets.drop(warm)
-        _say(f"freed: {warm.describe()}")
-    if not found:
-        _say("nothing is kept warm.")
-    return EXIT_OK
+        freed.append(f"freed: {warm.describe()}")
+    return freed or ["nothing is kept warm."]
 
 
-def _stop(settings: Settings, signals: _Signals, keep_warm: bool) -> int:
+def _stop(settings: Settings, signals: _Signals, keep_warm: bool) -> list[str]:
+    """Returns what there is to say."""
     from deploy import launch
 
     run_dir = launch.run_dir_of(settings)
@@ -311,17 +319,15 @@ def _stop(settings: Settings, signals: _Signals, keep_warm: bool) -> int:
     except ConfigError:  # no group, or none any more
         if not launch.end_leftovers(run_dir):
             raise
-        _say("stopped what was left of a group that had died.")
-        return EXIT_OK
-    _say("stopped." if not n_cut else f"stopped; {n_cut} requests did not finish in time and were ended.")
+        return ["stopped what was left of a group that had died."]
+    lines = ["stopped." if not n_cut else f"stopped; {n_cut} requests did not finish in time and were ended."]
     if keep_warm and huge_dir is None:
-        _say(
+        lines.append(
             "note: nothing could be kept: this group's memory was private to its processes. `colibri doctor` tells more."
         )
     elif keep_warm:
-        for warm in _kept_sets(settings):
-            _say(warm.describe())
-    return EXIT_OK
+        lines += [warm.describe() for warm in _kept_sets(settings)]
+    return lines
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ STDLIB = "/usr/lib/python3.11"
 INSTALLED = ["/usr/lib/python311.zip", STDLIB, "/usr/lib/site-packages"]
 UP_HELP = f"{sys.executable} -P -m deploy.up --help"
 COLIBRI = f"{sys.executable} -P -m cli.main"
+DROP_WARM = (  # of nobody's memory
+    f"{sys.executable} -P -c 'from deploy import up; up._kept_sets = lambda settings: []; up.main()' --drop-warm"
+)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,8 @@ def test_standard_descriptors_are_taken_before_anything_else(tmp_path: Path, clo
 
 
 @pytest.mark.parametrize(
-    "program", [UP_HELP, f"{COLIBRI} --help", f"{COLIBRI} --version", f"{COLIBRI} inspect models/fledgling"]
+    "program",
+    [UP_HELP, DROP_WARM, f"{COLIBRI} --help", f"{COLIBRI} --version", f"{COLIBRI} inspect models/fledgling"],
 )
 @pytest.mark.parametrize(
     ("output", "exit_code", "sentence"),
