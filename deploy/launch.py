@@ -332,6 +332,7 @@ class GroupProcess:
 
     def stop(self) -> None:
         """Ends the keeper (and so all services), waits, kills what remains, removes what must not remain."""
+        rundir.describe_end(self._lock_fd)
         stop_keeper(self.keeper.pid, lambda: self.keeper.poll() is not None)
         self._control.close(0)
         wait_services_gone(self.run_dir)

@@ -71,9 +71,11 @@ def take_lock(run_dir: Path) -> int:
     path = run_dir / LOCK_NAME
     fd = open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     limit = Countdown(ENDING_S)
+    was_ending = False  # who ends removes on its way what says so
     try:
         while not try_lock(fd, path):
-            if limit.is_over or not is_ending(run_dir):
+            was_ending = was_ending or is_ending(run_dir)
+            if limit.is_over or not was_ending:
                 owner = read_json(path)
                 where = f", serving {owner['url']}" if owner.get("url") else ""
                 raise ConfigError(
@@ -96,9 +98,17 @@ def is_ending(run_dir: Path) -> bool:
 
 def describe_lock(fd: int, pid: int, **facts: Any) -> None:
     """Writes who holds the lock, for a second start. ``pid``: the process whose end is the group's."""
-    text = json.dumps({"pid": pid, "holder": [pid, process_start(pid)], **facts})
+    _write_lock(fd, {"pid": pid, "holder": [pid, process_start(pid)], **facts})
+
+
+def describe_end(fd: int) -> None:
+    """Writes that nobody keeps the group alive any more: whoever still holds the lock is about to leave."""
+    _write_lock(fd, {"pid": os.getpid(), "holder": [0, 0]})
+
+
+def _write_lock(fd: int, facts: dict[str, Any]) -> None:
     os.ftruncate(fd, 0)
-    os.pwrite(fd, text.encode(), 0)
+    os.pwrite(fd, json.dumps(facts).encode(), 0)
 
 
 def clean_run(run_dir: Path, run_id: str, *, was_killed: bool = False) -> None:

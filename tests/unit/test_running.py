@@ -84,12 +84,22 @@ def test_a_group_that_lost_its_head_is_waited_for_and_a_living_one_is_not(
 
     def sleep(seconds: float) -> None:
         sleeps.append(seconds)
-        os.close(held)
-        monkeypatch.undo()
+        if len(sleeps) == 1:  # it cleans up, and leaves a moment later
+            (tmp_path / "processes.json").unlink()
+        else:
+            os.close(held)
+            monkeypatch.undo()
 
     monkeypatch.setattr(rundir.time, "sleep", sleep)
     os.close(rundir.take_lock(tmp_path))
-    assert len(sleeps) == 1
+    assert len(sleeps) == 2
+
+
+def test_a_group_that_says_that_it_ends_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = rundir.take_lock(tmp_path)
+    rundir.describe_end(held)
+    monkeypatch.setattr(rundir.time, "sleep", lambda seconds: os.close(held))
+    os.close(rundir.take_lock(tmp_path))
 
 
 @pytest.mark.parametrize(
