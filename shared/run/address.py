@@ -15,6 +15,7 @@ _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 BACKLOG = 256
 
 _Place = tuple[socket.AddressFamily, tuple[Any, ...]]
+_LOCALHOST: tuple[_Place, ...] = ((socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_INET6, ("::1", 0, 0, 0)))
 
 
 def url_of(host: str, port: int) -> str:
@@ -62,7 +63,11 @@ def _resolve(host: str, port: int) -> list[_Place]:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "no name of a machine"
         raise ConfigError(f"host {host!r} can't be resolved ({reason}); give an address of this machine") from None
-    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    places = dict.fromkeys((family, address) for family, _, _, _, address in found)
+    if host.lower() == "localhost":  # both families, also where the table of hosts has only one of them
+        known = {family for family, _ in places}
+        places |= dict.fromkeys((family, address) for family, address in _LOCALHOST if family not in known)
+    return list(places)
 
 
 def _listen_on_all(places: list[_Place], port: int, sockets: list[socket.socket]) -> None:

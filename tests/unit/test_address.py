@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 
@@ -42,15 +43,17 @@ def test_who_can_reach_it(host: str, answer: bool) -> None:
     assert is_loopback(host) is answer
 
 
-def test_localhost_is_both_families_on_one_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = [
-        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0)),
-        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0)),
-    ]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+IPV6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
+IPV4 = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
+
+
+@pytest.mark.parametrize("named", [[IPV6, IPV4], [IPV6], [IPV4]], ids=["both", "one", "the other"])
+def test_localhost_is_both_families_on_one_port(named: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of them the table of hosts names."""
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: named)
     sockets = listen("localhost", 0)
     try:
-        assert [s.family for s in sockets] == [socket.AF_INET6, socket.AF_INET]
+        assert {s.family for s in sockets} == {socket.AF_INET6, socket.AF_INET}
         (port,) = {s.getsockname()[1] for s in sockets}
         with pytest.raises(ConfigError, match=f"port {port} of localhost is in use by another program"):
             listen("localhost", port)
@@ -61,9 +64,8 @@ def test_localhost_is_both_families_on_one_port(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_family_that_the_kernel_has_not_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("203.0.113.7", 0))  # an address of nobody
-    there = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [absent, there])
-    (only,) = listen("localhost", 0)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [absent, IPV4])
+    (only,) = listen("here", 0)
     assert only.getsockname()[0] == "127.0.0.1"
     only.close()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [absent])
