@@ -57,6 +57,11 @@ class ConfigReader:
         """``generation``: generation_config.json."""
         self.config, self._generation = config, generation
 
+    def with_default(self, key: str, value: Any) -> ConfigReader:
+        """The same with ``value`` where the key is absent or null."""
+        is_there = self.config.get(key) is not None
+        return self if is_there else ConfigReader({**self.config, key: value}, self._generation)
+
     def integer(self, key: str, default: Any = _ABSENT, low: int = 1, high: int = 1 << 24) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

@@ -156,6 +156,18 @@ def test_q_lora_rank_null_is_a_plain_projection() -> None:
     assert deepseek(q_lora_rank=None).attention[0].q_rank is None
 
 
+def test_glm4_moe_lite() -> None:
+    spec = deepseek("glm4_moe_lite")
+    mla = spec.attention[0]
+    assert kinds(spec) == ("none",) * 5
+    assert (mla.latent, mla.rope.is_interleaved, mla.softmax_scale) == (48, True, 40**-0.5)
+    silent = spec_of(without("glm4_moe_lite", "first_k_dense_replace", "rope_scaling"))
+    assert silent.layer_kinds == spec.layer_kinds == ("dense", "moe", "moe", "moe")
+    named = without("glm4_moe_lite", "first_k_dense_replace") | {"mlp_layer_types": ["dense"] * 2 + ["sparse"] * 2}
+    assert spec_of(named).layer_kinds == ("dense", "dense", "moe", "moe")
+    refused({**oracle_config("glm4_moe_lite"), "partial_rotary_factor": 0.5}, "partial_rotary_factor")
+
+
 @pytest.mark.parametrize("name", ORACLES)
 def test_oracles_load_from_disk(name: str) -> None:
     spec = load_spec(oracle_dir(name))
