@@ -37,7 +37,7 @@ from shared.container.recognise import why_no_checkpoint
 from shared.errors import ConfigError, ContainerError
 from shared.files import read_file
 from shared.model.config_reader import read_json, without_mtp
-from shared.model.family import expert_source, load_spec, source_name
+from shared.model.family import expert_source, ignores, load_spec, source_name
 from shared.model.tensors import Source
 from shared.model.tokenizer_file import load_tokenizer
 
@@ -264,15 +264,16 @@ class Conversion:
         """Copies of the embedding and the head (in the MTP layer, or under tied weights) are dropped only when equal."""
         spec = self.spec
         prefix = f"model.layers.{spec.mtp_layer}."
+        embedding = source_name(spec.family, EMBEDDING)
         pairs = []
         if spec.n_mtp:
-            head = HEAD if HEAD in self.checkpoint else EMBEDDING
+            head = HEAD if HEAD in self.checkpoint else embedding
             pairs = [
-                (prefix + "embed_tokens.weight", EMBEDDING),
+                (prefix + "embed_tokens.weight", embedding),
                 (prefix + "shared_head.head.weight", head),
             ]
         if spec.tie_embeddings:
-            pairs.append((HEAD, EMBEDDING))
+            pairs.append((HEAD, embedding))
         for copy, original in pairs:
             if copy not in self.checkpoint or copy == original:
                 continue
@@ -293,6 +294,8 @@ class Conversion:
     def _is_ignored(self, name: str) -> bool:
         """Tensors that the layer's attention says it has no use for, and buffers that are no weights."""
         if name.endswith(_IGNORED_SUFFIXES) or (not self.has_mtp and self._is_mtp(name)):
+            return True
+        if ignores(self.spec.family, name):
             return True
         parts = name.split(".", 3)
         if parts[:2] != ["model", "layers"] or not parts[2].isdigit() or len(parts) < 4:
@@ -321,7 +324,8 @@ class Conversion:
 
     def embedding_rows(self, ids: Sequence[int]) -> F32:
         """f32[len(ids), hidden] of the embedding, without reading the rest of it."""
-        return np.concatenate([self.checkpoint.rows(EMBEDDING, i, i + 1) for i in ids])
+        name = source_name(self.spec.family, EMBEDDING)
+        return np.concatenate([self.checkpoint.rows(name, i, i + 1) for i in ids])
 
     def expert_matrices(self, layer: ExpertFilePlan, expert: int) -> Iterator[tuple[str, F32]]:
         """(name, values f32[out, in]) of an expert's gate, up and down projection, unrounded."""
@@ -343,7 +347,7 @@ class Conversion:
         if source.index is None:
             return self.checkpoint.rows(source.name)
         values: F32 = self.checkpoint.rows(source.name, source.index, source.index + 1)[0]
-        return np.ascontiguousarray(values[source.start :: source.step])
+        return np.ascontiguousarray(values[source.start :: source.step][: source.n_rows or None])
 
     def _make_dense(self, item: DenseItem) -> Iterator[Any]:
         pieces = self.dense_pieces(item)

@@ -9,7 +9,7 @@ import numpy as np
 
 from native.library import OK, NativeError, check_struct, declare, fail, lib
 
-N_FIELDS = 15
+N_FIELDS = 16
 
 
 class _Dims(ctypes.Structure):
@@ -24,6 +24,7 @@ class _Dims(ctypes.Structure):
             "gate_k",
             "vocab",
             "stages",
+            "residual_rows",
         )
     )
 
@@ -79,9 +80,10 @@ def frame_layout(
     gate_k: int,
     vocab: int,
     stages: int,
+    residual_rows: int,
 ) -> tuple[list[Field], int]:
     """The fields of a frame of these sizes and its total bytes (a multiple of 4096)."""
-    dims = _Dims(rows, logit_rows, sequences, blocks_per_sequence, hidden, gate_k, vocab, stages)
+    dims = _Dims(rows, logit_rows, sequences, blocks_per_sequence, hidden, gate_k, vocab, stages, residual_rows)
     found = (_Field * N_FIELDS)()
     total = ctypes.c_int64()
     status = lib.cb_frame_layout(ctypes.byref(dims), found, ctypes.byref(total))

@@ -129,6 +129,7 @@ _ptr, _i64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cb_linear": (_int, [_ptr, ctypes.POINTER(Matrix), _ptr, _i64, _i64, _ptr, _i64]),
     "cb_rmsnorm": (_int, [_ptr, _ptr, _i64, _ptr, ctypes.c_float, _i64, _i64, _ptr, _i64]),
+    "cb_soft_cap": (_int, [_ptr, ctypes.c_float, _i64, _ptr]),
     "cb_ffn_forward": (_int, [_ptr, ctypes.POINTER(Ffn), _ptr, _i64, _int, _ptr]),
     "cb_expert_ffn": (_int, [_ptr, _ptr, _i64, _ptr, _i64, _ptr, _i64]),
     "cb_expert_reduce": (_int, [_ptr, _ptr, _ptr, _ptr, _ptr, _i64, _i64, _i64, _ptr, ctypes.POINTER(_i64)]),
@@ -157,6 +158,14 @@ def rmsnorm(pool: Pool, x: np.ndarray, w: np.ndarray, eps: float, out: np.ndarra
     status = lib.cb_rmsnorm(pool.handle, x_at, n, w_at, eps, n_rows, n, out_at, n)
     if status != OK:
         raise fail("cb_rmsnorm", status, f"[{n_rows}, {n}]")
+
+
+def soft_cap(pool: Pool, cap: float, x: np.ndarray) -> None:
+    """x f32[T, n] becomes cap * tanh(x / cap), in place; cap above 0."""
+    n_rows, n = x.shape
+    status = lib.cb_soft_cap(pool.handle, cap, n_rows * n, checked(x, f32, (n_rows, n), "soft_cap: x"))
+    if status != OK:
+        raise fail("cb_soft_cap", status, f"cap {cap}, [{n_rows}, {n}]")
 
 
 def ffn_forward(pool: Pool, ffn: Ffn, h: np.ndarray | Rows, y: np.ndarray | Rows, add: bool) -> None:

@@ -59,13 +59,18 @@ class Forward:
         step = max(_LOGITS_AT_ONCE // len(self._ids), 1)
         for piece in self._weights.pieces("lm_head.weight"):
             for start in range(0, len(piece[0]), step):
-                yield [x @ w[start : start + step].T for x, w in zip(inputs, piece)]
+                yield [self._capped(x @ w[start : start + step].T) for x, w in zip(inputs, piece)]
+
+    def _capped(self, logits: F32) -> F32:
+        cap = np.float32(self._spec.logit_cap)
+        return cap * np.tanh(logits / cap) if cap else logits
 
     def hidden(self) -> list[F32]:
         """The residual stream after the final norm, f32[T, D] of each lane."""
         spec = self._spec
         distinct, at = np.unique(self._ids, return_inverse=True)
-        self._x = [np.ascontiguousarray(table[at]) for table in self._weights.embeddings(distinct.tolist())]
+        scale = np.float32(spec.embedding_scale)
+        self._x = [np.ascontiguousarray(table[at]) * scale for table in self._weights.embeddings(distinct.tolist())]
         for layer, attention in enumerate(spec.main_attention):
             prefix = f"model.layers.{layer}."
             h = self.norm(prefix + "input_layernorm.weight", self._x, attention.rms_eps)
@@ -73,6 +78,8 @@ class Forward:
             h = self.norm(prefix + attention.hidden_norm, self._x, attention.rms_eps)
             if spec.layer_kind(layer) == "dense":
                 self._add(self._ffn(prefix + "mlp.", h))
+            elif spec.branch:
+                self._x = spec.branch.forward(self, prefix, self._x, self._experts(layer, h))
             else:
                 self._add(self._experts(layer, h))
             self._progress(1)
@@ -123,7 +130,7 @@ class Forward:
 
     def _experts(self, layer: int, h: list[F32]) -> list[F32]:
         spec, prefix = self._spec, f"model.layers.{layer}."
-        routes = spec.gate.forward(self, prefix, h)
+        routes = spec.gate.forward(self, prefix, self._x if spec.gate.reads_residual else h)
         inputs = [self._activate(i, "expert", x) for i, x in enumerate(h)]
         mixed = [np.zeros_like(x) for x in h]
         # Ascending ids: the order in which the engine adds.

@@ -13,6 +13,7 @@
  *   embed        f32    [T, D]                   attention  embedding rows for the drafter
  *   layer_input  f32    [8, D]                   attention  few rows only: residual stream before a MoE layer, for PILOT
  *   hidden       f32    [T, D]                   attention or drafter: post-attention norm, input of gate and experts
+ *   residual     f32    [R, D]                   attention  what hidden is the norm of, for gates with a norm of their own
  *   gate_id      i32    [T, K]                   router     chosen experts, ascending
  *   gate_weight  f32    [T, K]                   router
  *   mixed        f32    [T, D]                   expert_io  routed plus shared experts
@@ -28,7 +29,7 @@
 enum { CB_GATEWAY = 0, CB_ROUTER = 1, CB_ATTENTION = 2, CB_EXPERT_IO = 3, CB_DRAFTER = 4, CB_N_SERVICES = 5 };
 
 typedef struct {
-    int64_t rows, logit_rows, sequences, blocks_per_sequence, hidden, gate_k, vocab, stages;
+    int64_t rows, logit_rows, sequences, blocks_per_sequence, hidden, gate_k, vocab, stages, residual_rows;
 } cb_frame_dims;
 
 typedef struct {
@@ -51,7 +52,7 @@ typedef struct {
 
 /* Beyond a few rows the experts of a step are so many that guesses only lengthen a queue that is full anyway. */
 #define CB_PILOT_ROWS 8
-#define CB_FRAME_FIELDS 15
+#define CB_FRAME_FIELDS 16
 /* Fills out[CB_FRAME_FIELDS]; *total gets the frame's bytes, a multiple of 4096. */
 CB_API int cb_frame_layout(const cb_frame_dims *dims, cb_frame_field *out, int64_t *total);
 

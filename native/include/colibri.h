@@ -128,6 +128,9 @@ CB_API int cb_embed(const void *table, const float *scale, int format, int64_t v
 CB_API int cb_rmsnorm(cb_pool *pool, const float *x, int64_t ldx, const float *w, float eps, int64_t n_rows, int64_t n,
                       float *out, int64_t ldo);
 
+/* x f32[n] becomes cap * tanh(x / cap); cap > 0. */
+CB_API int cb_soft_cap(cb_pool *pool, float cap, int64_t n, float *x);
+
 /* ---- feed-forward ---------------------------------------------------------------------------------------- */
 
 /* What stands between the projections; g = gate h, u = up h, L = limit.

@@ -22,7 +22,7 @@ int cb_frame_layout(const cb_frame_dims *d, cb_frame_field *out, int64_t *total)
     if (!d || !out || !total)
         return CB_EINVAL;
     const int64_t given[] = {d->rows, d->logit_rows, d->sequences, d->blocks_per_sequence,
-                             d->hidden, d->gate_k, d->vocab, d->stages};
+                             d->hidden, d->gate_k, d->vocab, d->stages, d->residual_rows};
     for (size_t i = 0; i < sizeof given / sizeof *given; i++)
         if (given[i] < 0 || given[i] > MAX_DIM)
             return CB_EINVAL;
@@ -36,6 +36,7 @@ int cb_frame_layout(const cb_frame_dims *d, cb_frame_field *out, int64_t *total)
         {"embed", "f4", 4, 2, {d->rows, d->hidden, 1}},
         {"layer_input", "f4", 4, 2, {CB_PILOT_ROWS, d->hidden, 1}},
         {"hidden", "f4", 4, 2, {d->rows, d->hidden, 1}},
+        {"residual", "f4", 4, 2, {d->residual_rows, d->hidden, 1}},
         {"gate_id", "i4", 4, 2, {d->rows, d->gate_k, 1}},
         {"gate_weight", "f4", 4, 2, {d->rows, d->gate_k, 1}},
         {"mixed", "f4", 4, 2, {d->rows, d->hidden, 1}},

@@ -69,7 +69,7 @@ static const struct {
     FIELD(cb_read_counters, busy_ns),
     SIZE(cb_frame_dims), FIELD(cb_frame_dims, rows), FIELD(cb_frame_dims, logit_rows), FIELD(cb_frame_dims, sequences),
     FIELD(cb_frame_dims, blocks_per_sequence), FIELD(cb_frame_dims, hidden), FIELD(cb_frame_dims, gate_k),
-    FIELD(cb_frame_dims, vocab), FIELD(cb_frame_dims, stages),
+    FIELD(cb_frame_dims, vocab), FIELD(cb_frame_dims, stages), FIELD(cb_frame_dims, residual_rows),
     SIZE(cb_frame_field), FIELD(cb_frame_field, name), FIELD(cb_frame_field, offset), FIELD(cb_frame_field, bytes),
     FIELD(cb_frame_field, dim), FIELD(cb_frame_field, n_dims), FIELD(cb_frame_field, dtype),
     SIZE(cb_stage), FIELD(cb_stage, start_ns), FIELD(cb_stage, end_ns), FIELD(cb_stage, bytes), FIELD(cb_stage, step),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from native.kernels import ffn_forward, linear, rmsnorm
+from native.kernels import ffn_forward, linear, rmsnorm, soft_cap
 from native.library import NativeError, dispatch_text
 from services.attention.weights import DenseWeights
 from shared.container.layer_weights import attention_step
@@ -69,6 +69,10 @@ class AttentionService(Service):
         self._table = np.empty_like(frame.block_table)
         # One set of rows serves all layers of a step; only the cache below it changes.
         self._rows, self._caches = attention_step(spec.main_attention, config, self._x, place.segment(KV))
+        # Beside the experts: the branch's share of the layer in flight, and room to norm in.
+        self._share, self._scratch = (
+            np.empty((n_rows if spec.branch else 0, spec.hidden), np.float32) for _ in range(2)
+        )
         self._run: StepRun | None = None
         return {"kernels": dispatch_text(), "dense_bytes": str(weights.n_bytes), "memory": weights.describe()}
 
@@ -137,15 +141,23 @@ class AttentionService(Service):
             return
         frame = self._place.frame(run.plan.frame)
         n = run.plan.n_rows
-        with self._timer.stage(Stage.RESIDUAL, run.layer):
-            np.add(self._x[:n], frame.mixed[:n], out=self._x[:n])
-        run.is_waiting = False
-        run.n_faults += msg.n_faults
-        run.layer += 1
         try:
+            with self._timer.stage(Stage.RESIDUAL, run.layer):
+                self._join(run.layer, frame.mixed[:n], self._x[:n])
+            run.is_waiting = False
+            run.n_faults += msg.n_faults
+            run.layer += 1
             self._advance(run, frame)
         except NativeError as error:
             self._fail(error)
+
+    def _join(self, layer: int, mixed: np.ndarray, x: np.ndarray) -> None:
+        """x f32[T, D] after the layer, from the experts' rows."""
+        branch, n = self._weights.branches.get(layer), len(x)
+        if branch is None:
+            np.add(x, mixed, out=x)
+        else:
+            branch.finish(self._pool, self._share[:n], mixed, self._scratch[:n], x)
 
     def _fail(self, error: NativeError) -> None:
         run, self._run = self._run, None
@@ -167,14 +179,24 @@ class AttentionService(Service):
             ffn = self._weights.dense_ffn.get(layer)
             if ffn is None:
                 run.is_waiting = True
+                if spec.gate.reads_residual:
+                    frame.residual[:n] = self._x[:n]
                 ready = HiddenReady(run.plan.step, layer, run.plan.frame, n)
                 self._bus.post("router", ready)
                 self._bus.post("expert_io", ready)
+                self._run_beside(layer, n)
                 return
             with self._timer.stage(Stage.DENSE_FFN, layer):
                 ffn_forward(self._pool, ffn, frame.hidden[:n], self._x[:n], add=True)
             run.layer += 1
         self._complete(run, frame)
+
+    def _run_beside(self, layer: int, n: int) -> None:
+        """What needs no expert, while these work."""
+        branch = self._weights.branches.get(layer)
+        if branch is not None:
+            with self._timer.stage(Stage.DENSE_FFN, layer):
+                branch.begin(self._pool, self._x[:n], self._scratch[:n], self._share[:n])
 
     def _wants_input(self, n_rows: int) -> bool:
         """Whether the router guesses experts from a layer's input now."""
@@ -194,12 +216,17 @@ class AttentionService(Service):
         if not n_logits:
             return
         rows = np.ascontiguousarray(final[frame.logit_row[:n_logits]])
-        linear(self._pool, self._weights.head, rows, frame.logits[:n_logits])
+        logits = frame.logits[:n_logits]
+        linear(self._pool, self._weights.head, rows, logits)
+        if self._spec.logit_cap:
+            soft_cap(self._pool, self._spec.logit_cap, logits)
         self._counters.add("heads", n_logits)
 
     def _embed(self, step: int, frame: Frame, n_rows: int, out: np.ndarray) -> int:
         """Embeds the frame's tokens; returns how many faults the router was told of."""
         faults = self._weights.embed(frame.token[:n_rows], out[:n_rows])
+        if self._spec.embedding_scale != 1.0:
+            np.multiply(out[:n_rows], np.float32(self._spec.embedding_scale), out=out[:n_rows])
         for sentence, rows in faults.items():
             self._ctx.log.error("embedding_read_failed", reason=sentence)
             self._bus.post("router", LayerFailed(step, EMBEDDING, rows, ErrorCode.EMBEDDING_READ_FAILED, sentence))

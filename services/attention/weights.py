@@ -11,11 +11,12 @@ from native.kernels import Ffn
 from native.memory import HugeBuffer
 from shared.container.entries import DenseEntry
 from shared.container.format import owner_of
-from shared.container.layer_weights import DensePart, ffn_of
+from shared.container.layer_weights import DensePart
 from shared.container.reader import Container
 from shared.container.table import TableOnDisk, witness
 from shared.errors import ContainerError
 from shared.memory.big_memory import DENSE, Home, content_of
+from shared.model.branch import BranchKernel
 from shared.model.tensors import matrix_of
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -42,10 +43,15 @@ class DenseWeights:
         tensors = self._part.tensors
         self.layers = [a.kernel(f"model.layers.{i}.", tensors) for i, a in enumerate(spec.main_attention)]
         self.dense_ffn: dict[int, Ffn] = {
-            i: ffn_of(spec.inner, tensors, f"model.layers.{i}.mlp.")
+            i: spec.inner.kernel(f"model.layers.{i}.mlp.", tensors)
             for i in range(spec.n_layers)
             if spec.layer_kind(i) == "dense"
         }
+        self.branches: dict[int, BranchKernel] = {}
+        """Beside the experts of MoE layers."""
+        if spec.branch:
+            moe_layers = (i for i in spec.moe_layers if i < spec.n_layers)
+            self.branches = {i: spec.branch.kernel(f"model.layers.{i}.", tensors) for i in moe_layers}
         self.final_norm = tensors["model.norm.weight"].weight
         self.head = matrix_of(tensors["lm_head.weight"])
         self._embedding = tensors.get(EMBEDDING)

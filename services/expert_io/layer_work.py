@@ -15,7 +15,7 @@ from native.kernels import Ffn, Rows, expert_reduce, ffn_forward
 from native.library import Pool, address
 from services.expert_io.engine import Work
 from shared.container.format import owner_of
-from shared.container.layer_weights import DensePart, ffn_of
+from shared.container.layer_weights import DensePart
 from shared.container.reader import Container
 from shared.errors import ErrorCode
 from shared.memory.big_memory import SHARED_EXPERTS, Home
@@ -43,7 +43,7 @@ class SharedExperts:
         self.of_layer: dict[int, Ffn] = {}
         if spec.n_shared:
             self.of_layer = {
-                layer: ffn_of(spec.inner, self.part.tensors, f"model.layers.{layer}.mlp.shared_experts.")
+                layer: spec.inner.kernel(f"model.layers.{layer}.mlp.shared_experts.", self.part.tensors)
                 for layer in layers
             }
 

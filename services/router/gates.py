@@ -24,7 +24,8 @@ def gate_names(spec: ModelSpec) -> list[str]:
     for layer in spec.moe_layers:
         prefix = f"model.layers.{layer}."
         names += [prefix + tensor.name for tensor in spec.gate.tensors(spec.hidden)]
-        names.append(prefix + spec.attention[layer].hidden_norm)
+        if not spec.gate.reads_residual:
+            names.append(prefix + spec.attention[layer].hidden_norm)
     return names
 
 
@@ -42,7 +43,11 @@ class GateSet:
         self._pilot_rows = pilot_rows
         self._gates = {layer: spec.gate.kernel(f"model.layers.{layer}.", self._tensors) for layer in spec.moe_layers}
         self._next = {a: b for a, b in zip(spec.moe_layers, spec.moe_layers[1:], strict=False) if b < spec.n_layers}
-        self._ratio = {layer: self._norm(after) / _nonzero(self._norm(layer)) for layer, after in self._next.items()}
+        self._ratio: dict[int, NDArray[np.float32]] = {}
+        if not spec.gate.reads_residual:
+            self._ratio = {
+                layer: self._norm(after) / _nonzero(self._norm(layer)) for layer, after in self._next.items()
+            }
         # Guesses at random are for tests: text must not change (promise 1).
         self._random = np.random.default_rng(1)
 
@@ -53,7 +58,7 @@ class GateSet:
     def choose(
         self, layer: int, hidden: NDArray[np.float32], ids: NDArray[np.int32], weights: NDArray[np.float32]
     ) -> list[int]:
-        """hidden f32[T, D] -> ids i32[T, K] ascending, weights f32[T, K].
+        """hidden f32[T, D], or the residual stream for gates that read it -> ids i32[T, K] ascending, weights f32[T, K].
 
         Returns the rows whose scores are not finite; their choice is experts 0..K-1 with weight 0, so that the step
         can go on for the others.
@@ -78,10 +83,14 @@ class GateSet:
         if self._pilot == "random":
             n = min(self._spec.n_experts, self._spec.gate_k * len(hidden))
             return after, tuple(int(e) for e in self._random.choice(self._spec.n_experts, n, replace=False))
+        if self._spec.gate.reads_residual:
+            return after, self._likely(after, hidden)
         return after, self._likely(after, np.ascontiguousarray(hidden * self._ratio[layer]))
 
     def guess_own(self, layer: int, layer_input: NDArray[np.float32]) -> tuple[int, ...]:
         """The likely experts of ``layer``, likeliest first, from the residual stream before its attention."""
+        if self._spec.gate.reads_residual:
+            return self._likely(layer, layer_input)
         normed = np.empty_like(layer_input)
         rmsnorm(self._pool, layer_input, self._norm(layer), self._spec.rms_eps, normed)
         return self._likely(layer, normed)

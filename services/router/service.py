@@ -229,7 +229,7 @@ class RouterService(Service):
         if flight is None:
             return
         frame = self._place.frame(msg.frame)
-        hidden = frame.hidden[: msg.n_rows]
+        hidden = (frame.residual if self._spec.gate.reads_residual else frame.hidden)[: msg.n_rows]
         with self._timer.stage(Stage.GATE, msg.layer):
             bad = self._gates.choose(msg.layer, hidden, frame.gate_id[: msg.n_rows], frame.gate_weight[: msg.n_rows])
         self._bus.post("expert_io", ExpertsWanted(msg.step, msg.layer, msg.frame, msg.n_rows, flight.n_prefill))

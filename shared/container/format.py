@@ -285,6 +285,8 @@ def _layer_tensors(spec: ModelSpec, layer: int) -> Iterator[PlannedTensor]:
         ffn, inner = "mlp", spec.dense_inner
     else:
         yield from spec.gate.tensors(hidden)
+        if spec.branch and not is_mtp:
+            yield from spec.branch.tensors()
         ffn, inner = "mlp.shared_experts", spec.shared_inner
     if inner:
         yield planned_matrix(f"{ffn}.gate_proj", "shared", inner, hidden)

@@ -5,26 +5,23 @@ Names are the container's (docs/container.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from native.attention import AttnStep
-from native.kernels import Ffn
 from native.library import NativeError, address
 from shared.memory.big_memory import Home, NamedMemory, PrivateMemory, content_of
 from shared.memory.huge_pages import huge_bytes
 from shared.model.attention.kind import LayerKv
 from shared.model.kv_layout import group_kv
-from shared.model.tensors import matrix_of
 
 if TYPE_CHECKING:
     from shared.container.entries import DenseEntry, Tensor
     from shared.container.reader import Container
     from shared.model.attention.kind import Attention
-    from shared.model.inner import Inner
     from shared.run.config import GroupConfig
 
 
@@ -76,12 +73,6 @@ class DensePart:
         self.tensors = {}
         if self._memory:
             self._memory.close()
-
-
-def ffn_of(inner: Inner, tensors: Mapping[str, Tensor], prefix: str) -> Ffn:
-    """gate, up and down projection below ``prefix`` (a dense layer's ``mlp.`` or ``mlp.shared_experts.``)."""
-    gate, up, down = (matrix_of(tensors[f"{prefix}{part}_proj.weight"]) for part in ("gate", "up", "down"))
-    return inner.ffn(gate, up, down)
 
 
 def attention_step(

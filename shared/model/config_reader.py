@@ -62,6 +62,14 @@ class ConfigReader:
         is_there = self.config.get(key) is not None
         return self if is_there else ConfigReader({**self.config, key: value}, self._generation)
 
+    def within(self, key: str, *outer: str) -> ConfigReader:
+        """Of the object that is the key's value; what stands outside under the ``outer`` keys replaces its own."""
+        value = self._get(key, _ABSENT)
+        if not isinstance(value, dict):
+            raise self.complaint(key, "an object", value)
+        over = {name: self.config[name] for name in outer if self.config.get(name) is not None}
+        return ConfigReader({**value, **over}, self._generation)
+
     def integer(self, key: str, default: Any = _ABSENT, low: int = 1, high: int = 1 << 24) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -172,12 +180,12 @@ class ConfigReader:
         )
         return ReadRope(rope, _yarn_m(factor, mscale_all) ** 2 if mscale_all else 1.0)
 
-    def routing(self, experts_key: str) -> tuple[int, int]:
+    def routing(self, experts_key: str, chosen_key: str = "num_experts_per_tok") -> tuple[int, int]:
         """(routed experts of a layer, how many of them a token uses)."""
         n_experts = self.integer(experts_key, high=1 << 16)
-        k = self.integer("num_experts_per_tok", high=256)
+        k = self.integer(chosen_key, high=256)
         if k > n_experts:
-            raise self.complaint("num_experts_per_tok", f"at most {experts_key} = {n_experts}", k)
+            raise self.complaint(chosen_key, f"at most {experts_key} = {n_experts}", k)
         return n_experts, k
 
     def heads(self, hidden: int) -> tuple[int, int, int]:

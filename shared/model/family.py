@@ -59,6 +59,12 @@ def source_name(family: str, name: str) -> str:
     return str(own(name)) if own else name
 
 
+def ignores(family: str, name: str) -> bool:
+    """Whether a checkpoint's tensor ``name`` belongs to a part of ``family`` that is left out (an image tower)."""
+    own = getattr(module(family), "ignores", None)
+    return bool(own and own(name))
+
+
 def load_spec(model_dir: Path | str, *, has_mtp: bool = True) -> ModelSpec:
     """Reads ``config.json`` and, when present, ``generation_config.json`` of a checkpoint or a container.
 

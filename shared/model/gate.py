@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from native.kernels import Gate as GateKernel
+from native.kernels import rmsnorm
 from native.library import Pool
 from native.matrix import ACT_F32
 from shared.model.lanes import Lanes
@@ -17,6 +18,7 @@ from shared.model.tensors import F32, PlannedTensor, Tensors, matrix_of, planned
 _WEIGHT = "mlp.gate.weight"
 _CHOICE_BIAS = "mlp.gate.e_score_correction_bias"
 _LOGIT_BIAS = "mlp.gate.bias"
+_NORM = "mlp.gate.norm.weight"
 _EXPERT_SCALE = "mlp.gate.per_expert_scale"
 
 Routes = tuple[NDArray[np.int64], F32]
@@ -41,6 +43,14 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     """Added to the scores to choose, never to weigh."""
     has_logit_bias: bool = False
     has_expert_scale: bool = False
+    norm_eps: float = 0.0
+    """Not 0: h is no ``hidden`` that experts read as well, but the residual stream's rows x, normed with a weight w of the
+    gate's own: h = RMSNorm(x) * w * D^-1/2."""
+
+    @property
+    def reads_residual(self) -> bool:
+        """Whether it is given the residual stream after attention instead of ``hidden``."""
+        return self.norm_eps > 0
 
     @property
     def _vectors(self) -> dict[str, str]:
@@ -57,11 +67,13 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         yield planned_matrix(_WEIGHT.removesuffix(".weight"), "exact", self.n_experts, hidden)
         for name in self._vectors.values():
             yield planned_vector(name, self.n_experts)
+        if self.reads_residual:
+            yield planned_vector(_NORM, hidden)
 
-    def kernel(self, prefix: str, tensors: Tensors) -> GateKernel:
+    def kernel(self, prefix: str, tensors: Tensors) -> GateKernel | NormedGate:
         """``prefix``: of the layer's tensors, ``model.layers.L.``."""
         vectors = {part: tensors[prefix + name].weight for part, name in self._vectors.items()}
-        return GateKernel(
+        kernel = GateKernel(
             matrix_of(tensors[prefix + _WEIGHT], ACT_F32),
             vectors.pop("bias", None),
             self.k,
@@ -72,6 +84,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             self.scoring,
             **vectors,
         )
+        return NormedGate(kernel, tensors[prefix + _NORM].weight, self.norm_eps) if self.reads_residual else kernel
 
     def measure(self, dry: Pool, hidden: int, n_rows: int) -> None:
         """Its scratch for ``n_rows`` rows."""
@@ -80,7 +93,10 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
         gate.forward(dry, np.empty((n_rows, hidden), np.float32), ids, weights)
 
     def forward(self, lanes: Lanes, prefix: str, h: Sequence[F32]) -> list[Routes]:
-        """The kernel's choice in numpy, for each lane from its rows h f32[T, D]."""
+        """The kernel's choice in numpy, for each lane from the rows f32[T, D] that it reads."""
+        if self.reads_residual:
+            root = np.float32(h[0].shape[1] ** -0.5)
+            h = [x * root for x in lanes.norm(prefix + _NORM, h, self.norm_eps)]
         logits = lanes.linear(prefix + _WEIGHT, h)
         by_lane = {part: lanes.vectors(prefix + name) for part, name in self._vectors.items()}
         return [self.choose(z, **{part: vectors[i] for part, vectors in by_lane.items()}) for i, z in enumerate(logits)]
@@ -110,3 +126,18 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
             return np.asarray(e / e.sum(axis=1, keepdims=True), np.float32)
         with np.errstate(over="ignore"):
             return np.asarray(np.float32(1.0) / (np.float32(1.0) + np.exp(-z)), np.float32)
+
+
+class NormedGate:
+    """A gate's kernel behind the norm that is its own."""
+
+    def __init__(self, kernel: GateKernel, norm: F32, eps: float) -> None:
+        with np.errstate(all="ignore"):  # stand-ins hold anything
+            self._norm = norm * np.float32(len(norm) ** -0.5)
+        self._kernel, self._eps = kernel, eps
+
+    def forward(self, pool: Pool, x: F32, ids: NDArray[np.int32], weights: F32) -> int:
+        """As ``native.kernels.Gate.forward``, from rows of the residual stream."""
+        h = np.empty_like(x)
+        rmsnorm(pool, x, self._norm, self._eps, h)
+        return self._kernel.forward(pool, h, ids, weights)

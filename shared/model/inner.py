@@ -11,7 +11,7 @@ import numpy as np
 from native.kernels import ExpertJobs, Ffn, ffn, ffn_forward
 from native.library import Pool
 from native.matrix import ALIGNMENT, Matrix, matrix
-from shared.model.tensors import F32
+from shared.model.tensors import F32, Tensors, matrix_of
 
 
 class Inner(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +30,11 @@ class Inner(msgspec.Struct, frozen=True, kw_only=True):
     def ffn(self, gate: Matrix, up: Matrix, down: Matrix, biases: Sequence[F32 | int] | None = None) -> Ffn:
         """The kernel's struct. ``biases``: arrays or addresses, of gate, up and down."""
         return ffn(gate, up, down, self.function, self.limit, biases)
+
+    def kernel(self, prefix: str, tensors: Tensors) -> Ffn:
+        """gate, up and down projection below ``prefix`` (a dense layer's ``mlp.`` or ``mlp.shared_experts.``)."""
+        gate, up, down = (matrix_of(tensors[f"{prefix}{part}_proj.weight"]) for part in ("gate", "up", "down"))
+        return self.ffn(gate, up, down)
 
     def apply(self, gate: F32, up: F32) -> F32:
         """The same in numpy: f32[T, F] of both projections -> what the down projection is given."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.model.attention.kind import Attention
+from shared.model.branch import DenseBranch
 from shared.model.gate import Gate
 from shared.model.inner import Inner
 
@@ -37,6 +38,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int
     eos_ids: tuple[int, ...]
     tie_embeddings: bool
+    branch: DenseBranch | None = None
+    """Beside the experts of every main MoE layer."""
+    embedding_scale: float = 1.0
+    logit_cap: float = 0.0
+    """Logits z become cap * tanh(z / cap); 0: they stay."""
 
     @property
     def gate_k(self) -> int:

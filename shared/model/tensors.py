@@ -17,10 +17,11 @@ F32 = NDArray[np.float32]
 class Source(msgspec.Struct, frozen=True):
     """The checkpoint tensor that something is made from, under its name in the container's spelling.
 
-    ``index``: only this entry of its first dimension counts, and of that every ``step``-th row from ``start`` on.
+    ``index``: only this entry of its first dimension counts, and of that every ``step``-th row from ``start`` on, ``n_rows``
+    at most if that is not 0.
 
-    ``n_rows`` = 0: the whole tensor. Else matrix ``i`` of a stack is rows ``i * stride + start`` .. ``+ n_rows`` of it,
-    transposed if ``is_transposed``.
+    Without it, ``n_rows`` = 0: the whole tensor. Else matrix ``i`` of a stack is rows ``i * stride + start`` .. ``+ n_rows``
+    of it, transposed if ``is_transposed``.
     """
 
     name: str

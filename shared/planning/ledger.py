@@ -270,6 +270,7 @@ def _ledger(
         expert_io = rows * (spec.gate_k + 1) * spec.hidden * 4 + _expert_scratch(spec, rows, n_threads)
         # a row's sorted probabilities
         router = spec.vocab * 16 + _gate_scratch(spec, rows, n_threads)
+        router += rows * spec.hidden * 4 if spec.gate.reads_residual else 0
         lines = [
             Line(SHARED, f"{N_FRAMES} frames of {rows} rows", frames),
             Line("attention", f"work area of {rows} rows", attention),
@@ -391,9 +392,10 @@ def change_budget(
 def attention_work_bytes(spec: ModelSpec, rows: int, context: int, n_threads: int) -> int:
     """What attention (or the drafter) needs beside the weights while ``rows`` rows go through a layer.
 
-    Kept per row: residual, final, selection. The rest is the kernels' scratch, which they state themselves.
+    Kept per row: residual, final, selection; share and scratch of a dense branch. The rest is the kernels' scratch, which
+    they state themselves.
     """
-    per_row = 4 * (2 * spec.hidden + spec.n_selected)
+    per_row = 4 * ((4 if spec.branch else 2) * spec.hidden + spec.n_selected)
     return rows * per_row + _attention_scratch(spec, rows, context, n_threads)
 
 
@@ -404,6 +406,8 @@ def _attention_scratch(spec: ModelSpec, rows: int, context: int, n_threads: int)
             attention.measure(dry, rows, context)
         if spec.dense_inner:
             spec.inner.measure(dry, spec.hidden, spec.dense_inner, rows)
+        if spec.branch:
+            spec.branch.measure(dry, rows)
         return dry.scratch_bytes
 
 
@@ -433,7 +437,10 @@ def _slot_bytes(record: int) -> int:
 def _measured_frame_bytes(spec: ModelSpec, rows: int, logit_rows: int, sequences: int, blocks: int) -> int:
     from shared.step.frame import FrameDims, frame_bytes, stage_rows  # needs the native library
 
-    dims = FrameDims(rows, logit_rows, sequences, blocks, spec.hidden, spec.gate_k, spec.vocab, stage_rows(spec))
+    residual_rows = rows if spec.gate.reads_residual else 0
+    dims = FrameDims(
+        rows, logit_rows, sequences, blocks, spec.hidden, spec.gate_k, spec.vocab, stage_rows(spec), residual_rows
+    )
     return frame_bytes(dims)
 
 

@@ -70,6 +70,7 @@ def covering_chunk(spec: ModelSpec, facts: Facts, disk_bytes_s: float, ops_s: fl
 
 
 def _weights_per_row(spec: ModelSpec) -> int:
-    """Weights that a row is multiplied with in one MoE layer: its experts, the shared ones, the attention's projections."""
+    """Weights that a row is multiplied with in one MoE layer: its experts, what is beside them, the attention's projections."""
     experts = 3 * spec.hidden * (spec.gate_k * spec.expert_inner + spec.shared_inner)
-    return experts + spec.attention[spec.moe_layers[0]].weights_per_row
+    beside = spec.branch.weights_per_row if spec.branch else 0
+    return experts + beside + spec.attention[spec.moe_layers[0]].weights_per_row

@@ -25,7 +25,7 @@ F32 = np.ndarray
 
 @dataclass(frozen=True)
 class FrameDims:
-    """The eight sizes of ``cb_frame_dims``, in its order."""
+    """The sizes of ``cb_frame_dims``, in its order."""
 
     rows: int
     logit_rows: int
@@ -35,6 +35,7 @@ class FrameDims:
     gate_k: int
     vocab: int
     stages: int
+    residual_rows: int
 
 
 def stage_rows(spec: ModelSpec) -> int:
@@ -44,8 +45,9 @@ def stage_rows(spec: ModelSpec) -> int:
 
 def frame_dims(config: GroupConfig, spec: ModelSpec) -> FrameDims:
     """The sizes of this group's frames: one prefill chunk besides a row and its drafts of every sequence."""
+    rows = config.prefill_chunk + config.max_sequences * (1 + config.n_drafts)
     return FrameDims(
-        rows=config.prefill_chunk + config.max_sequences * (1 + config.n_drafts),
+        rows=rows,
         logit_rows=config.logit_rows,
         sequences=config.max_sequences,
         blocks_per_sequence=blocks_for(config.max_context),
@@ -53,6 +55,7 @@ def frame_dims(config: GroupConfig, spec: ModelSpec) -> FrameDims:
         gate_k=max(1, spec.gate_k),
         vocab=spec.vocab,
         stages=stage_rows(spec),
+        residual_rows=rows if spec.gate.reads_residual else 0,
     )
 
 
@@ -72,6 +75,7 @@ class Frame:
     embed: F32  # [T, D]
     layer_input: F32  # [8, D]; PILOT guesses for as many rows
     hidden: F32  # [T, D]
+    residual: F32  # [T, D], or [0, D] where no gate reads it
     gate_id: I32  # [T, K]
     gate_weight: F32  # [T, K]
     mixed: F32  # [T, D]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from native.kernels import ffn, ffn_forward, rmsnorm
+from native.kernels import ffn, ffn_forward, rmsnorm, soft_cap
 from native.library import NativeError
 from native.matrix import ACT_F32
 from tests.checkasm.kit import ROOT, Output, Packed, Rung, activations, assert_same, guarded, guarded_copy
@@ -77,6 +77,26 @@ def identity(n: int) -> Packed:
     for i in range(n):
         tiles[i // 16, i, i % 16] = 1
     return Packed("f32", ACT_F32, n, n, weight, None)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 257), (3, 4096), (2, 4099)])
+def test_soft_cap_bits_and_meaning(rung: Rung, ref: Rung, shape: tuple[int, int]) -> None:
+    x = (np.random.default_rng(SEED + 5).standard_normal(shape) * 60).astype(np.float32)
+    x[0, 0] = np.nan
+    found = []
+    for one, n_threads in ((ref, 1), (rung, 1), (rung, 3)):
+        found.append(guarded_copy(x))
+        with one.use(n_threads) as pool:
+            soft_cap(pool, 30.0, found[-1])
+    assert_same(found[1], found[0], f"{rung} soft cap")
+    assert_same(found[2], found[0], f"{rung} soft cap, 3 threads")
+    assert np.isnan(found[0][0, 0])
+    assert np.nanmax(np.abs(found[0] - 30 * np.tanh(x.astype(np.float64) / 30)), initial=0.0) < 2e-5
+
+
+def test_soft_cap_without_a_cap_is_refused(ref: Rung) -> None:
+    with ref.use(1) as pool, pytest.raises(NativeError, match="cap 0"):
+        soft_cap(pool, 0.0, np.zeros((1, 3), np.float32))
 
 
 def silu_squared(rung: Rung, x: np.ndarray) -> np.ndarray:

@@ -667,3 +667,15 @@ def test_an_endless_mxfp4_scale_is_refused(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", oracle_config("gpt_oss"), {"model.safetensors": tensors})
     with pytest.raises(ContainerError, match=r"down_proj.*NaN or infinite"):
         Conversion(source, "f32").run(tmp_path / "out")
+
+
+def test_the_image_tower_is_left_out_and_an_equal_head_is_none_of_its_own(tmp_path: Path) -> None:
+    tensors = read_tensors(oracle_dir("gemma4"))
+    tower = {f"model.{part}.weight": ("F32", (2,), bytes(8)) for part in ("vision_tower.patch", "embed_vision.proj")}
+    tower["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"]
+    source = write_checkpoint(tmp_path / "source", oracle_config("gemma4"), {"model.safetensors": {**tensors, **tower}})
+    assert Conversion(source, "f32").plan == Conversion(oracle_dir("gemma4"), "f32").plan
+    tower["model.audio_tower.patch.weight"] = tower["model.vision_tower.patch.weight"]
+    write_checkpoint(source, oracle_config("gemma4"), {"model.safetensors": {**tensors, **tower}})
+    with pytest.raises(ContainerError, match="audio_tower"):
+        Conversion(source, "f32")

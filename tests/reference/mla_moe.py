@@ -96,12 +96,13 @@ class Reference:
 
     def forward(self, ids: Sequence[int]) -> tuple[F64, F64]:
         """(logits [S, V], hidden [S, D] after the final norm)."""
-        x = self.w["model.embed_tokens.weight"][list(ids)]
+        x = self.w["model.embed_tokens.weight"][list(ids)] * self.spec.embedding_scale
         selection: list[npt.NDArray[np.int64]] | None = None
         for layer in range(self.spec.n_layers):
             x, selection = self.layer(layer, x, selection)
         hidden = _rms_norm(x, self.w["model.norm.weight"], self.spec.rms_eps)
-        return hidden @ self.w["lm_head.weight"].T, hidden
+        logits, cap = hidden @ self.w["lm_head.weight"].T, self.spec.logit_cap
+        return cap * np.tanh(logits / cap) if cap else logits, hidden
 
     def greedy(self, prompt: Sequence[int], n: int) -> tuple[list[int], F64]:
         """The n arg max tokens that follow, and the logits each was taken from."""
@@ -149,13 +150,26 @@ class Reference:
             h = _rms_norm(x, self.w[prefix + "post_attention_layernorm.weight"], spec.rms_eps)
         if spec.layer_kind(layer) == "dense":
             return x + self._ffn(prefix + "mlp.", h), selection
-        return x + self._experts(layer, h), selection
+        if not spec.branch:
+            return x + self._experts(layer, h, h), selection
+        return self._with_branch(prefix, x, self._experts(layer, h, x)), selection
+
+    def _with_branch(self, prefix: str, x: F64, mixed: F64) -> F64:
+        def norm(name: str, y: F64) -> F64:
+            return _rms_norm(y, self.w[f"{prefix}{name}.weight"], self.spec.rms_eps)
+
+        h, p = norm("pre_feedforward_layernorm", x), prefix + "mlp."
+        gate, up = (h @ self.w[f"{p}{part}_proj.weight"].T for part in ("gate", "up"))
+        dense = inner_values(self.spec.branch.inner, gate, up) @ self.w[p + "down_proj.weight"].T
+        both = norm("post_feedforward_layernorm_1", dense) + norm("post_feedforward_layernorm_2", mixed)
+        return (x + norm("post_feedforward_layernorm", both)) * self.w[prefix + "layer_scalar"]
 
     def _grouped(self, found: Grouped, prefix: str) -> Attention:
         names = {f"{p}": f"self_attn.{p}_proj.weight" for p in "qkvo"}
         names |= {f"{p}_bias": f"self_attn.{p}_proj.bias" for p in "qkvo"}
         names |= {f"{p}_norm": f"self_attn.{p}_norm.weight" for p in "qk"}
         names |= {"sinks": "self_attn.sinks", "input_norm": "input_layernorm.weight", "post_norm": found.hidden_norm}
+        names |= {"out_norm": "post_attention_layernorm.weight"} if found.has_output_norm else {}
         return Attention(
             n_heads=found.n_heads, n_kv_heads=found.n_kv_heads, head_dim=found.head_dim,
             w={short: self.w[prefix + name] for short, name in names.items() if prefix + name in self.w},
@@ -223,10 +237,10 @@ class Reference:
         w = self.w
         return (_silu(h @ w[p + "gate_proj.weight"].T) * (h @ w[p + "up_proj.weight"].T)) @ w[p + "down_proj.weight"].T
 
-    def _experts(self, layer: int, h: F64) -> F64:
+    def _experts(self, layer: int, h: F64, gate_input: F64) -> F64:
         p = f"model.layers.{layer}.mlp."
         out = self._ffn(p + "shared_experts.", h) if self.spec.n_shared else np.zeros_like(h)
-        for row, (ids, weights) in enumerate(self.route(layer, h)):
+        for row, (ids, weights) in enumerate(self.route(layer, gate_input)):
             for expert, weight in zip(ids, weights):
                 gate, up, down = self.w.expert(layer, int(expert))
                 on_gate, on_up, on_down = self.w.biases(layer, int(expert)) or (0.0, 0.0, 0.0)
@@ -237,6 +251,8 @@ class Reference:
     def route(self, layer: int, h: F64) -> list[tuple[npt.NDArray[np.int64], F64]]:
         """(expert ids ascending, their weights) for each row."""
         spec, p = self.spec, f"model.layers.{layer}.mlp.gate."
+        if p + "norm.weight" in self.w:
+            h = _rms_norm(h, self.w[p + "norm.weight"], spec.rms_eps) * h.shape[1] ** -0.5
         z = h @ self.w[p + "weight"].T
         if p + "bias" in self.w:
             z = z + self.w[p + "bias"]
@@ -255,5 +271,7 @@ class Reference:
             weights = score[row][ids]
             if spec.gate.norm_topk:
                 weights = weights / (weights.sum() + 1e-20)
-            result.append((ids, weights * spec.gate.scaling))
+            weights = weights * spec.gate.scaling
+            scale = p + "per_expert_scale"
+            result.append((ids, weights * self.w[scale][ids] if scale in self.w else weights))
         return result

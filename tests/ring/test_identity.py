@@ -48,6 +48,8 @@ def knobs(variant: dict[str, Any], model: Path) -> dict[str, Any]:
     from shared.model.family import load_spec
 
     spec = load_spec(model)
+    if not spec.n_mtp:
+        variant = {key: value for key, value in variant.items() if key != "n_drafts"}
     slots = {"half": len(spec.moe_layers) * spec.n_experts // 2, "least": spec.gate_k + 1}
     return {key: slots.get(value, value) if key == "n_slots" else value for key, value in variant.items()}
 
@@ -124,6 +126,7 @@ SAMPLED = [(0.0, available_isas()[-1]), *((1.0, isa) for isa in available_isas()
     [
         *(("glm_moe_dsa", precision, *sampled) for precision in ("f32", "int8", "int4") for sampled in SAMPLED),
         ("glm4_moe", "int4", 1.0, available_isas()[-1]),
+        *(("gemma4", precision, 1.0, available_isas()[-1]) for precision in ("f32", "int4")),
     ],
 )
 def test_no_knob_moves_a_bit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,8 @@ from cli.quality.forward import Forward
 from cli.quality.schemes import stored_lane
 from cli.quality.tensors import LaneWeights, Pair
 from conversion.convert import Conversion
+from native.library import Pool
+from services.router.gates import GateSet
 from shared.container.plain import expert_biases
 from shared.container.reader import Container
 from shared.model.config_reader import ConfigReader
@@ -76,3 +79,19 @@ def test_a_missing_bias_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     changed_family(monkeypatch, Inner(has_biases=True))
     with pytest.raises(ContainerError, match=r"experts\.0\.gate_proj\.bias"):
         Conversion(oracle_dir(NAME), "f32")
+
+
+def test_a_gate_that_norms_by_itself_is_guessed_from_the_residual_stream(
+    converted: Callable[[str, str], Path], tmp_path: Path
+) -> None:
+    """Of a row that no layer changes a guess is the choice itself."""
+    container = Container.open(converted("gemma4", "f32"))
+    x = np.random.default_rng(4).standard_normal((1, container.spec.hidden)).astype(np.float32)
+    ids, weights = np.empty((1, container.spec.gate_k), np.int32), np.empty((1, container.spec.gate_k), np.float32)
+    with Pool(1) as pool:
+        gates = GateSet(container, pool, "on", 8)
+        assert gates.choose(3, x, ids, weights) == []
+        assert sorted(gates.guess_own(3, x)) == ids[0].tolist()
+        assert gates.guess_own(3, 7 * x) == gates.guess_own(3, x)
+        after = gates.guess_next(2, x)
+        assert after is not None and (after[0], sorted(after[1])) == (3, ids[0].tolist())

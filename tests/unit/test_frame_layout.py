@@ -14,11 +14,11 @@ from native.library import NativeError
 HEADER = Path(__file__).parents[2] / "native/include/cb_frame.h"
 DIMS = {
     "rows": 37, "logit_rows": 5, "sequences": 3, "blocks_per_sequence": 11, "hidden": 136, "gate_k": 4, "vocab": 257,
-    "stages": 50,
+    "stages": 50, "residual_rows": 7,
 }  # fmt: skip
 GLM = {
     "rows": 2048 + 16, "logit_rows": 64, "sequences": 16, "blocks_per_sequence": 2048, "hidden": 6144, "gate_k": 8,
-    "vocab": 154880, "stages": 1500,
+    "vocab": 154880, "stages": 1500, "residual_rows": 0,
 }  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def test_fields_follow_each_other_aligned(dims: dict[str, int]) -> None:
 
 def test_names_types_and_shapes_are_those_of_the_headers_table() -> None:
     sizes = {"T": "rows", "L": "logit_rows", "S": "sequences", "B": "blocks_per_sequence", "D": "hidden", "K": "gate_k"}
-    sizes |= {"V": "vocab", "cb_frame_dims.stages": "stages"}
+    sizes |= {"V": "vocab", "cb_frame_dims.stages": "stages", "R": "residual_rows"}
     dtypes = {"i32": np.dtype("i4"), "f32": np.dtype("f4"), "i64": np.dtype("i8"), "cb_stage": STAGE_DTYPE}
     table = re.findall(r"^ \*   (\w+) +(i32|f32|i64|cb_stage) +((?:\[[^\]]+\])+) ", HEADER.read_text(), re.MULTILINE)
     fields, _ = frame_layout(**DIMS)

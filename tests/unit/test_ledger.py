@@ -325,6 +325,7 @@ def test_frame_size_comes_from_the_native_library() -> None:
         spec.gate_k,
         spec.vocab,
         stage_rows(spec),
+        0,
     )
     assert made.n_frames * frame_bytes(dims) in [line.bytes for line in made.lines]
 

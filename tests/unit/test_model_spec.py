@@ -168,6 +168,58 @@ def test_glm4_moe_lite() -> None:
     refused({**oracle_config("glm4_moe_lite"), "partial_rotary_factor": 0.5}, "partial_rotary_factor")
 
 
+def gemma4(**changes: Any) -> dict[str, Any]:
+    """The oracle's config.json with another text part; None takes a key away."""
+    config = oracle_config("gemma4")
+    text = {**config["text_config"], **changes}
+    return {**config, "text_config": {key: value for key, value in text.items() if value is not None}}
+
+
+def test_gemma4() -> None:
+    spec = spec_of(gemma4())
+    sliding, full = spec.attention[0], spec.attention[2]
+    assert isinstance(sliding, Grouped) and isinstance(full, Grouped)
+    assert [layer is full for layer in spec.attention] == [False, False, True] * 2
+    assert (sliding.n_kv_heads, sliding.head_dim, sliding.window, sliding.has_values) == (2, 32, 8, True)
+    assert (full.n_kv_heads, full.head_dim, full.window, full.has_values) == (1, 64, 0, False)
+    assert {sliding.softmax_scale, full.softmax_scale} == {1.0}
+    turning = full.rope.inv_freq()
+    assert len(turning) == 32 and turning[:8] == [1e6 ** (-2 * i / 64) for i in range(8)] and not any(turning[8:])
+    assert sliding.rope.inv_freq() == [1e4 ** (-2 * i / 32) for i in range(16)]
+    assert spec.branch is not None and (spec.branch.width, spec.inner.function) == (80, "gelu")
+    assert (spec.embedding_scale, spec.logit_cap, spec.tie_embeddings) == (math.sqrt(96), 30.0, True)
+    assert spec.gate.reads_residual and not spec_of(oracle_config("qwen3_moe")).gate.reads_residual
+    assert spec_of(gemma4(), {"eos_token_id": 50}).eos_ids == (1, 50, 106)
+    silent = spec_of(gemma4(layer_types=None, final_logit_softcapping=None))
+    assert [layer.window for layer in silent.attention if isinstance(layer, Grouped)] == [8] * 5 + [0]
+    assert silent.logit_cap == 0.0
+    with_values = spec_of(gemma4(attention_k_eq_v=False)).attention[2]
+    assert isinstance(with_values, Grouped) and (with_values.has_values, with_values.n_kv_heads) == (True, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"enable_moe_block": False}, ("enable_moe_block",)),
+        ({"hidden_size_per_layer_input": 256}, ("hidden_size_per_layer_input",)),
+        ({"num_kv_shared_layers": 2}, ("num_kv_shared_layers",)),
+        ({"hidden_activation": "silu"}, ("hidden_activation",)),
+        ({"layer_types": ["sliding_attention"] * 6}, ("layer_types", "ends")),
+        ({"num_global_key_value_heads": 3}, ("num_global_key_value_heads", "divisor")),
+        ({"top_k_experts": 13}, ("top_k_experts", "num_experts = 12")),
+        ({"rope_parameters": None}, ("rope_parameters",)),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": 3}}, ("sliding_attention", "object")),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}},
+            ("partial_rotary_factor",),
+        ),
+    ],
+)
+def test_a_gemma4_that_is_not_this_one_is_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(gemma4(**changes), *words)
+    refused({**oracle_config("gemma4"), "text_config": [1]}, "text_config", "object")
+
+
 @pytest.mark.parametrize("name", ORACLES)
 def test_oracles_load_from_disk(name: str) -> None:
     spec = load_spec(oracle_dir(name))

@@ -22,6 +22,10 @@ MODELS = {
     "latent, indexer": preset_config("tiny", 4, True) | MANY_HEADS | {"index_n_heads": 32},
     "latent": oracle_config("deepseek_v3") | MANY_HEADS,
     "grouped": oracle_config("qwen3_moe") | MANY_HEADS,
+    "grouped, windows, norms": {
+        "text_config": oracle_config("gemma4")["text_config"] | MANY_HEADS,
+        "model_type": "gemma4",
+    },
     "grouped, bias": oracle_config("glm4_moe") | MANY_HEADS,
 }
 

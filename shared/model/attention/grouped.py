@@ -43,7 +43,9 @@ class Grouped(Attention, frozen=True, kw_only=True):
     """False: values are the keys as projected."""
     has_value_norm: bool = False
     has_output_norm: bool = False
-    """The output projection is normed before it joins the residual stream."""
+    """The output projection is normed before it joins the residual stream, by ``post_attention_layernorm``."""
+    post_norm: str = "post_attention_layernorm"
+    """What makes ``hidden``."""
     clip: float = 0.0
     """Queries, keys and values are clamped to +-clip; 0 = not."""
 
@@ -79,7 +81,7 @@ class Grouped(Attention, frozen=True, kw_only=True):
 
     @property
     def hidden_norm(self) -> str:
-        return f"{'pre_feedforward' if self.has_output_norm else 'post_attention'}_layernorm.weight"
+        return f"{self.post_norm}.weight"
 
     # ---- memory and cost ----
 
