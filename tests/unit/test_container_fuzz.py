@@ -43,7 +43,7 @@ def mutated(value: Any, rng: random.Random) -> Any:
     return rng.choice(ODD_VALUES)
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32", "qwen3_moe", "olmoe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v32", "qwen3_moe", "olmoe", "mixtral", "glm4_moe", "gemma4"])
 def test_config_json(name: str) -> None:
     rng = random.Random(name)
     base = oracle_config(name)
