@@ -38,6 +38,7 @@ def command(directory: Path, mirrors: tuple[str, ...], as_json: bool) -> None:
             "experts",
             f"{spec.n_experts} a layer, {spec.gate_k} chosen, {spec.n_shared} shared, inner {spec.expert_inner:,}",
         ),
+        *([("beside the experts", f"a dense branch, inner {spec.branch.width:,}")] if spec.branch else []),
         ("context", f"{spec.max_context:,}"),
         ("end ids", ", ".join(map(str, spec.eos_ids)) or "none"),
         ("precision", ", ".join(f"{role} {fmt}" for role, fmt in container.precision.items())),

@@ -45,7 +45,7 @@ class Gate(msgspec.Struct, frozen=True, kw_only=True):
     has_expert_scale: bool = False
     norm_eps: float = 0.0
     """Not 0: h is no ``hidden`` that experts read as well, but the residual stream's rows x, normed with a weight w of the
-    gate's own: h = RMSNorm(x) * w * D^-1/2."""
+    gate's own: h = RMSNorm(x) * w * D^-1/2. In main layers alone: a drafter hands over ``hidden``."""
 
     @property
     def reads_residual(self) -> bool:
