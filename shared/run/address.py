@@ -63,10 +63,12 @@ def _resolve(host: str, port: int) -> list[_Place]:
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or "no name of a machine"
         raise ConfigError(f"host {host!r} can't be resolved ({reason}); give an address of this machine") from None
-    places = dict.fromkeys((family, address) for family, _, _, _, address in found)
+    places: dict[_Place, None] = dict.fromkeys((family, address) for family, _, _, _, address in found)
     if host.lower() == "localhost":  # both families, also where the table of hosts has only one of them
         known = {family for family, _ in places}
-        places |= dict.fromkeys((family, address) for family, address in _LOCALHOST if family not in known)
+        for place in _LOCALHOST:
+            if place[0] not in known:
+                places[place] = None
     return list(places)
 
 
