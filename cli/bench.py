@@ -119,6 +119,21 @@ def prefill(
     return EXIT_OK if report.is_read_once else EXIT_FAULT
 
 
+@command.command("start")
+@click.argument("model", type=click.Path(path_type=Path), required=False)
+@JSON
+@ROUNDS
+def start(model: Path | None, as_document: bool, rounds: int) -> None:
+    """Time a start, a stop and a whole `colibri run`, beside bare interpreters with the same imports."""
+    from bench.start import as_json, as_text, run_start
+
+    found = run_start(model, rounds, _progress)
+    if as_document:
+        say_json(as_json(found), indent=1)
+    else:
+        say(as_text(found))
+
+
 def _setup(model: Path, ram: str | None, slots: int | None, limit: str | None) -> Setup:
     from bench.cold import Setup
 

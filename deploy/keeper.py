@@ -30,6 +30,7 @@ from supervisor.options import ServerOptions
 from supervisor.states import ProcessStates, SupervisorStates, getProcessStateDescription
 from supervisor.supervisord import Supervisor
 
+from deploy.forking import ForkingOptions, load_shared_modules
 from deploy.rundir import SUPERVISOR_CONF_NAME, clean_run
 from deploy.supervisor_conf import INTERPRETER
 from shared.awake import AwakeClock
@@ -202,6 +203,7 @@ def _use_own_interpreter(options: ServerOptions) -> None:
 def main() -> None:
     run_dir = Path(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    load_shared_modules(0)
     if os.read(0, len(START)) != START:
         return  # colibri-up found a reason not to start
     run_id = load_frozen(run_dir / FROZEN_NAME).run_id
@@ -209,7 +211,7 @@ def main() -> None:
     os.chdir(run_dir)  # the configuration's paths are relative to it
     tempfile.tempdir = str(run_dir)  # supervisor asks for a default place, and asking writes a file to find one
     try:
-        options = ServerOptions()
+        options = ForkingOptions()
         options.realize(["-c", SUPERVISOR_CONF_NAME], doc=__doc__)
         _use_own_interpreter(options)
         options.first = True

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy import rundir
-from deploy.supervisor_conf import render, services_of
+from deploy.supervisor_conf import ENVIRONMENT, render, services_of
 from shared.awake import Countdown
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
 from shared.files import is_file, open_file, read_file
@@ -223,8 +223,9 @@ def spawn_keeper(run_dir: Path, lock_fd: int) -> subprocess.Popen[bytes]:
         is_file(path)
     with os.fdopen(open_file(log_dir / KEEPER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
         return subprocess.Popen(
-            python_command("deploy.keeper", str(run_dir)),
-            env=child_environment(),  # the services inherit it
+            # All names: services take over the place of this command line, and need room.
+            python_command("deploy.keeper", str(run_dir), rundir.SUPERVISOR_CONF_NAME, FROZEN_NAME),
+            env=child_environment() | ENVIRONMENT,  # the services inherit it
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

@@ -9,6 +9,8 @@ from shared.run.child import python_command
 from shared.run.config import FROZEN_NAME, GroupConfig
 from shared.wire.endpoints import DRAFTER, SERVICES
 
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+"""Of the keeper and so of every service. NumPy's own threads are never used: they would cost memory, time and the fork."""
 STOP_WAIT_S = 6
 START_RETRIES = 3
 INTERPRETER = "python"
@@ -36,7 +38,6 @@ programs={programs}
 _PROGRAM = """
 [program:{service}]
 command={command}
-environment={environment}
 autorestart=unexpected
 ; A configuration error is not retried. Every other end is an accident, exit 0 too: whoever wants the group to stop
 ; tells supervisor, not a single service.
@@ -77,8 +78,6 @@ def render(config: GroupConfig) -> str:
             _PROGRAM.format(
                 service=service,
                 command=shlex.join([INTERPRETER, *arguments]),
-                # numpy's own threads are never used: they would only cost memory and start-up time.
-                environment='OPENBLAS_NUM_THREADS="1",OMP_NUM_THREADS="1",PYTHONUNBUFFERED="1"',
                 retries=START_RETRIES,
                 stop_wait=STOP_WAIT_S,
             )

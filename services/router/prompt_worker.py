@@ -45,7 +45,6 @@ _TOO_LARGE: Final = json.dumps(
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: the router says when this process ends
         signal.signal(number, signal.SIG_IGN)
-    os.nice(NICENESS)
     model_dir, room_bytes = Path(sys.argv[1]), int(sys.argv[2])
     answer = _Answers()
     try:
@@ -53,6 +52,7 @@ def main() -> None:
     except ContainerError as error:
         answer.send(LOADED, DAMAGE, str(error).encode())
         return
+    os.nice(NICENESS)  # not before: until the tokenizer is there, the whole group waits for it
     jobs: queue.SimpleQueue[tuple[int, int, int, bytes, bytes]] = queue.SimpleQueue()
     for _ in range(N_THREADS):
         threading.Thread(target=_work, args=(jobs, tokenizer, answer.send), daemon=True).start()

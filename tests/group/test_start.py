@@ -69,9 +69,13 @@ def test_service_that_dies_without_a_word_shows_the_end_of_its_log(
 ) -> None:
     """A service killed by the system (no memory, say) leaves no last words."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if any('services.expert_io' in a for a in sys.orig_argv):\n"
-        "    sys.stderr.write('nothing but this line\\n'); sys.stderr.flush(); os.kill(os.getpid(), 9)\n"
+        "import os, runpy, sys\n"
+        "run = runpy.run_module\n"
+        "def run_module(name, **more):\n"
+        "    if name == 'services.expert_io':\n"
+        "        sys.stderr.write('nothing but this line\\n'); sys.stderr.flush(); os.kill(os.getpid(), 9)\n"
+        "    return run(name, **more)\n"
+        "runpy.run_module = run_module\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     words = check_failed(run_dir, str(model), code=70)
