@@ -40,6 +40,10 @@ class AwakeClock:
             self._woke_at = self._awake_s
         return self._awake_s
 
+    def skip(self) -> None:
+        """What passed since the last reading was one long piece of work, no pause: it counts as nothing."""
+        self._read_at = self._clock()
+
     @property
     def is_waking(self) -> bool:
         """A pause has ended less than ``WAKE_GRACE_S`` ago, by the last reading."""

@@ -53,6 +53,7 @@ class Life:
 
     def ready(self, facts: dict[str, str]) -> None:
         ctx = self.ctx
+        ctx.awake.skip()  # loading may have taken minutes
         self._facts = tuple(facts.items())
         gc.collect()
         gc.freeze()  # what was loaded stays; a collection in the middle of a step need not walk through it

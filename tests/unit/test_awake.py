@@ -49,6 +49,16 @@ def test_time_passes_while_awake_and_stands_still_in_a_pause() -> None:
     assert (clock.n_pauses, clock.is_waking) == (1, False)
 
 
+def test_a_long_piece_of_work_is_no_pause() -> None:
+    hands = Hands()
+    clock = AwakeClock(1.0, hands)
+    hands.at += 300
+    clock.skip()
+    hands.at += 0.5
+    assert clock.now() == pytest.approx(1000.5)
+    assert (clock.n_pauses, clock.is_waking) == (0, False)
+
+
 def test_a_clock_that_is_set_back_costs_nothing() -> None:
     hands = Hands()
     clock = AwakeClock(1.0, hands)
