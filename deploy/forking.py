@@ -20,8 +20,6 @@ import sys
 import traceback
 from typing import NoReturn
 
-from supervisor.options import ServerOptions
-
 SHARED_MODULES = (
     "native.process",
     "shared.run.lifecycle",
@@ -51,25 +49,22 @@ def load_shared_modules(fd: int) -> None:
     gc.freeze()  # collections in a service must not touch, and so copy, what it shares with others
 
 
-class ForkingOptions(ServerOptions):  # type: ignore[misc]
-    """Supervisor's options, with a fork that needs no new program when the command is one of our modules."""
+def is_clean() -> bool:
+    """Whether a fork of this process has something to share and nothing that a fork would break."""
+    return "numpy" in sys.modules and len(os.listdir("/proc/self/task")) == 1
 
-    _may_stay = False
 
-    def fork(self) -> int:
-        self._may_stay = "numpy" in sys.modules and len(os.listdir("/proc/self/task")) == 1
-        pid = os.fork()
-        if pid == 0:
-            signal.set_wakeup_fd(-1)  # the pipe is the keeper's
-            for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2):
-                signal.signal(number, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return pid
+def forget_parent() -> None:
+    """In a fork, at once: signals are the child's own affair from now on."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def execve(self, filename: str, argv: list[str], env: dict[str, str]) -> None:
-        if self._may_stay and filename == sys.executable and tuple(argv[1:3]) == _FLAGS:
-            become(argv, env)
-        super().execve(filename, argv, env)
+
+def is_module_command(filename: str, argv: list[str]) -> bool:
+    """Whether ``become`` can carry it out."""
+    return filename == sys.executable and tuple(argv[1:3]) == _FLAGS
 
 
 def become(argv: list[str], env: dict[str, str]) -> NoReturn:

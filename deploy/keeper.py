@@ -30,7 +30,7 @@ from supervisor.options import ServerOptions
 from supervisor.states import ProcessStates, SupervisorStates, getProcessStateDescription
 from supervisor.supervisord import Supervisor
 
-from deploy.forking import ForkingOptions, load_shared_modules
+from deploy import forking
 from deploy.rundir import SUPERVISOR_CONF_NAME, clean_run
 from deploy.supervisor_conf import INTERPRETER
 from shared.awake import AwakeClock
@@ -191,6 +191,24 @@ def _is_stopped(pid: int) -> bool:
     return line is not None and line.state == "T"
 
 
+class ForkingOptions(ServerOptions):  # type: ignore[misc]
+    """Supervisor's options; a child that is one of our modules needs no new program."""
+
+    _may_stay = False
+
+    def fork(self) -> int:
+        self._may_stay = forking.is_clean()
+        pid = os.fork()
+        if pid == 0:
+            forking.forget_parent()
+        return pid
+
+    def execve(self, filename: str, argv: list[str], env: dict[str, str]) -> None:
+        if self._may_stay and forking.is_module_command(filename, argv):
+            forking.become(argv, env)
+        super().execve(filename, argv, env)
+
+
 def _use_own_interpreter(options: ServerOptions) -> None:
     """Past supervisor's file, whose rules no path survives that holds " ;", "%" or a line's end."""
     for group in options.process_group_configs:
@@ -203,7 +221,7 @@ def _use_own_interpreter(options: ServerOptions) -> None:
 def main() -> None:
     run_dir = Path(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    load_shared_modules(0)
+    forking.load_shared_modules(0)
     if os.read(0, len(START)) != START:
         return  # colibri-up found a reason not to start
     run_id = load_frozen(run_dir / FROZEN_NAME).run_id

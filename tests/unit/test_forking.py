@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 KEEPER = """
 import os, signal, sys, threading
 import numpy
-from deploy.forking import ForkingOptions
+from deploy.keeper import ForkingOptions
 report, has_thread, atexit_file = sys.argv[1], sys.argv[2] == "thread", sys.argv[3]
 import atexit; atexit.register(lambda: open(atexit_file, "a").write("x"))
 if has_thread:
