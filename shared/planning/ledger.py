@@ -46,17 +46,17 @@ _MIN_CONTEXT = 256
 _MIN_CHUNK = 16
 _TRACE_BYTES = 4 * MIB
 _PROCESS_BYTES = {
-    "gateway": 28 * MIB,
-    "router": 28 * MIB,
-    "attention": 26 * MIB,
-    "expert_io": 26 * MIB,
-    "drafter": 26 * MIB,
-    GROUP: 47 * MIB,  # supervisor, its keeper and colibri-up
+    "gateway": 26 * MIB,
+    "router": 25 * MIB,
+    "attention": 22 * MIB,
+    "expert_io": 23 * MIB,
+    "drafter": 22 * MIB,
+    GROUP: 46 * MIB,  # supervisor, its keeper and colibri-up
 }
 """Interpreter, libraries, sockets: proportional set sizes after some hundred requests, without what has a line of its own.
 
-Measured with CPython 3.11 on Linux x86-64: 20 to 25 MiB of private memory each (37 for the two of the group), and together
-29 MiB of files that they share.
+Measured with CPython 3.11 on Linux x86-64: 12 to 23 MiB for each service (41 for the two of the group). Services are forks of
+the keeper and share what it had loaded; how much that is depends on how long it had, so some MiB are added.
 """
 
 _PROMPT_PROCESS_BYTES = 30 * MIB
