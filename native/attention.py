@@ -12,8 +12,7 @@ from native.matrix import BF16, F32, NONE, Q8, Matrix, format_code
 
 INDEX_NONE, INDEX_FULL, INDEX_SHARED = 0, 1, 2
 INDEX_KINDS: dict[str, int] = {"none": INDEX_NONE, "full": INDEX_FULL, "shared": INDEX_SHARED}
-KV_F32, KV_BF16 = 0, 1
-KV_FORMATS: dict[str, int] = {"f32": KV_F32, "bf16": KV_BF16}
+KV_FORMATS: dict[str, int] = {"f32": 0, "bf16": 1, "int8": 2}
 KV_BLOCK = constant("CB_KV_BLOCK")
 
 _f32, _i32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -91,8 +90,8 @@ class AttnLayer(ctypes.Structure):
 class AttnStep(ctypes.Structure):
     """cb_attn_step: one layer's caches and the rows of a step. `set_rows` before every call.
 
-    kv and index_k are this layer's caches (array or address; index_k None unless the layer is "full"), kv_format "f32"
-    or "bf16". x f32[N, D] is the residual stream; selected i32[N, index_topk] and n_selected i32[N] carry the selection
+    kv and index_k are this layer's caches (array or address; index_k None unless the layer is "full"), kv_format one of
+    KV_FORMATS. x f32[N, D] is the residual stream; selected i32[N, index_topk] and n_selected i32[N] carry the selection
     from a full layer to the shared ones after it (None without an indexer). N is the largest number of rows. Keeps the
     arrays alive.
     """
@@ -172,18 +171,29 @@ class AttnStep(ctypes.Structure):
 
 check_struct(AttnLayer, "cb_attn_layer")
 check_struct(AttnStep, "cb_attn_step")
+declare("cb_kv_row_bytes", _i64, [ctypes.c_int, _i64])
 declare("cb_attn_forward", ctypes.c_int, [_ptr, ctypes.POINTER(AttnLayer), ctypes.POINTER(AttnStep)])
 declare("cb_embed", ctypes.c_int, [_ptr, _ptr, ctypes.c_int, _i64, _i64, _ptr, _i64, _ptr])
 declare("cb_topk", _i64, [_ptr, _i64, _i64, _ptr])
 
 
+def kv_row_bytes(kv_format: int | str, n_values: int) -> int:
+    """Bytes that one position of ``n_values`` values takes in a cache of this format."""
+    code = KV_FORMATS.get(kv_format, -1) if isinstance(kv_format, str) else kv_format
+    n_bytes: int = lib.cb_kv_row_bytes(code, n_values)
+    if n_bytes < 0:
+        raise NativeError(
+            f"KV format {kv_format!r}, {n_values} values: expected one of {', '.join(KV_FORMATS)} and 1 or more"
+        )
+    return n_bytes
+
+
 def _check_cache(layer: AttnLayer, step: AttnStep) -> None:
-    item = 2 if step.kv_format == KV_BF16 else 4
     for what, found, width in (
         ("kv", step.kv_bytes, layer.kv_rank + layer.rope),
         ("index_k", step.index_bytes, layer.index_dim if layer.index_kind == INDEX_FULL else 0),
     ):
-        wanted = step.n_blocks * KV_BLOCK * width * item
+        wanted = step.n_blocks * KV_BLOCK * kv_row_bytes(step.kv_format, width) if width else 0
         if found is not None and found < wanted:
             raise NativeError(f"attn_forward: {what} has {found} bytes, {step.n_blocks} blocks need {wanted}")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from native.attention import KV_BF16, KV_BLOCK, AttnStep
+from native.attention import KV_BLOCK, KV_FORMATS, AttnStep, kv_row_bytes
 from native.library import OK, NativeError, Pool, check_struct, checked, declare, fail, lib
 from native.matrix import NONE, Matrix
 
@@ -84,7 +84,9 @@ def gqa_forward(pool: Pool, layer: GqaLayer, step: AttnStep) -> None:
     """x += attention(RMSNorm(x)) and hidden = RMSNorm(x) for the rows of `step`; writes their cache entries first."""
     if step.n_rows and step.width != layer.hidden:
         raise NativeError(f"gqa_forward: the step has width {step.width}, the layer {layer.hidden}")
-    wanted = step.n_blocks * KV_BLOCK * kv_width(layer) * (2 if step.kv_format == KV_BF16 else 4)
+    if step.kv_format == KV_FORMATS["int8"]:
+        raise NativeError("gqa_forward: expected a cache in f32 or bf16, found int8, which only latent attention has")
+    wanted = step.n_blocks * KV_BLOCK * kv_row_bytes(step.kv_format, kv_width(layer))
     if step.kv_bytes is not None and step.kv_bytes < wanted:
         raise NativeError(f"gqa_forward: kv has {step.kv_bytes} bytes, {step.n_blocks} blocks need {wanted}")
     status = lib.cb_gqa_forward(pool.handle, ctypes.byref(layer), ctypes.byref(step))

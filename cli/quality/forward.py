@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cli.quality.schemes import Lane, round_activations, round_cache
+from cli.quality.schemes import Lane, round_activations, round_cache, round_queries
 from cli.quality.tensors import LaneWeights
 from shared.container.pack import F32
 from shared.errors import ContainerError
@@ -121,6 +121,9 @@ class Forward:
 
     def cached(self, rows: Sequence[F32]) -> list[F32]:
         return [round_cache(x, lane.kv_dtype) for x, lane in zip(rows, self._lanes)]
+
+    def queries(self, rows: Sequence[F32]) -> list[F32]:
+        return [round_queries(x, lane.kv_dtype) for x, lane in zip(rows, self._lanes)]
 
     def _ffn(self, prefix: str, h: Sequence[F32]) -> list[F32]:
         gate, up = self.linear(prefix + "gate_proj.weight", h), self.linear(prefix + "up_proj.weight", h)

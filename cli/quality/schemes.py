@@ -97,8 +97,28 @@ def round_activations(x: F32) -> F32:
 
 
 def round_cache(x: F32, dtype: str) -> F32:
-    """What the KV cache gives back: ``dtype`` is "f32" or "bf16"."""
+    """What the KV cache gives back of rows f32[..., n]: ``dtype`` is "f32", "bf16" or "int8"."""
+    if dtype == "int8":
+        return _round_cache_int8(x)
     return from_bf16(to_bf16(x)) if dtype == "bf16" else x
+
+
+def round_queries(x: F32, dtype: str) -> F32:
+    """Queries f32[..., n] as they meet a cache of this format."""
+    return round_activations(x) if dtype == "int8" else x
+
+
+def _round_cache_int8(x: F32) -> F32:
+    """Groups of 64 along the last axis, scales in bf16 (docs/numerics.md, int8 cache)."""
+    width = x.shape[-1]
+    groups = np.pad(x, (*((0, 0),) * (x.ndim - 1), (0, -width % GROUP))).reshape(*x.shape[:-1], -1, GROUP)
+    scale = from_bf16(to_bf16(np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127.0)))
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        inverse = np.where(scale > 0, np.float32(1.0) / scale, np.float32(0.0)).astype(np.float32)
+        is_usable = np.isfinite(inverse)
+        q = np.where(is_usable, np.clip(np.rint(groups * inverse), -127.0, 127.0), np.float32(0.0))
+    values = (q * np.where(is_usable, scale, np.float32(0.0))).astype(np.float32)
+    return np.ascontiguousarray(values.reshape(*x.shape[:-1], -1)[..., :width])
 
 
 @dataclass(frozen=True)

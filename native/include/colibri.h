@@ -211,7 +211,11 @@ typedef struct {
     const float *index_k_norm_w, *index_k_norm_b;
 } cb_attn_layer;
 
-enum { CB_KV_F32 = 0, CB_KV_BF16 = 1 };
+/* How cached values are kept. f32 and bf16: [n_blocks][CB_KV_BLOCK][width]. int8 (latent attention and its indexer alone): per
+ * block u8 [CB_KV_BLOCK][width], value + 128, then bf16 [CB_KV_BLOCK][ceil(width / 64)], the scales of 64 values each. */
+enum { CB_KV_F32 = 0, CB_KV_BF16 = 1, CB_KV_INT8 = 2 };
+/* Bytes of one position of `width` values; CB_EINVAL for a format or width that is none. A block has CB_KV_BLOCK times as many. */
+CB_API int64_t cb_kv_row_bytes(int format, int64_t width);
 
 /* One step's rows for one layer. Row t belongs to table row seq[t] and stands at position[t]; its keys are the cached
  * positions 0..position[t] of that table. Rows of one sequence are in ascending position. The call first writes the
@@ -223,8 +227,8 @@ typedef struct {
     const int32_t *block_table; /* [n_sequences, table_stride] block numbers */
     int64_t table_stride;
     int64_t n_blocks;           /* blocks in the cache: a number outside is CB_EINVAL */
-    void *kv;                   /* this layer: [n_blocks][CB_KV_BLOCK][kv_rank + rope] in kv_format */
-    void *index_k;              /* this layer: [n_blocks][CB_KV_BLOCK][index_dim] in kv_format, or NULL */
+    void *kv;                   /* this layer's blocks of width kv_rank + rope in kv_format */
+    void *index_k;              /* this layer's blocks of width index_dim in kv_format, or NULL */
     int32_t kv_format;
     int32_t n_sequences;        /* a seq outside is CB_EINVAL */
     int32_t *selected;          /* [T, index_topk] ascending positions, written by full layers, read by shared ones */
@@ -262,7 +266,7 @@ typedef struct {
 } cb_gqa_layer;
 
 /* As cb_attn_forward. step->kv is [n_blocks][n_kv_heads][2 * CB_KV_BLOCK * head_dim] in kv_format: keys component by
- * component ([head_dim][CB_KV_BLOCK]), then values ([CB_KV_BLOCK][head_dim]). index_k, selected and n_selected are not
+ * component ([head_dim][CB_KV_BLOCK]), then values ([CB_KV_BLOCK][head_dim]). Not CB_KV_INT8. index_k, selected and n_selected are not
  * used. Blocks wholly outside a row's window are not looked up. */
 CB_API int cb_gqa_forward(cb_pool *pool, const cb_gqa_layer *layer, const cb_attn_step *step);
 

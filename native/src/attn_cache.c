@@ -8,7 +8,7 @@
 
 bool cb_is_step_valid(const cb_attn_step *s, int64_t window)
 {
-    if (s->n_rows < 0 || (s->kv_format != CB_KV_F32 && s->kv_format != CB_KV_BF16))
+    if (s->n_rows < 0 || cb_kv_row_bytes(s->kv_format, 1) < 0)
         return false;
     if (s->n_rows == 0)
         return true;
@@ -33,6 +33,18 @@ bool cb_is_step_valid(const cb_attn_step *s, int64_t window)
 }
 
 /* ---- cache ------------------------------------------------------------------------------------------------ */
+
+int64_t cb_kv_row_bytes(int format, int64_t width)
+{
+    if (width < 1 || width > INT32_MAX)
+        return CB_EINVAL;
+    switch (format) {
+    case CB_KV_F32: return 4 * width;
+    case CB_KV_BF16: return 2 * width;
+    case CB_KV_INT8: return width + 2 * cb_groups(width);
+    default: return CB_EINVAL;
+    }
+}
 
 const float *cb_block_rows(const void *cache, int format, int64_t width, int64_t reach, int64_t block, int64_t n,
                            float *room, int64_t *ld)
@@ -60,7 +72,9 @@ const float *cb_block_rows(const void *cache, int format, int64_t width, int64_t
 void cb_store_row(void *cache, int format, int64_t width, int64_t block, int64_t offset, const float *src)
 {
     size_t at = (size_t)((block * CB_KV_BLOCK + offset) * width);
-    if (format == CB_KV_BF16) {
+    if (format == CB_KV_INT8) {
+        cb_int8_store_row(cache, width, block, offset, src);
+    } else if (format == CB_KV_BF16) {
         uint16_t *row = (uint16_t *)cache + at;
         for (int64_t i = 0; i < width; i++)
             row[i] = cb_f32_bf16(src[i]);

@@ -21,8 +21,8 @@ static void describe(const cb_table *t)
             if (t->linear[format][act])
                 at += snprintf(dispatch_text + at, (size_t)CB_MAX(0, room - at), "linear_%s%s=%s ", cb_formats[format].name,
                                act == CB_ACT_F32 && cb_has_scales(format) ? "_f32" : "", t->linear_isa[format][act]);
-    snprintf(dispatch_text + CB_MIN(at, room), (size_t)CB_MAX(0, room - at), "vector=%s attention=%s", t->vector_isa,
-             t->attn->isa);
+    snprintf(dispatch_text + CB_MIN(at, room), (size_t)CB_MAX(0, room - at), "vector=%s attention=%s attention_int8=%s",
+             t->vector_isa, t->attn->isa, t->attn->int8_isa);
 }
 
 static void fill(int isa)
@@ -36,14 +36,18 @@ static void fill(int isa)
         cb_linear_table_avx2(&t);
         cb_vector_table_avx2(&t);
         cb_attn_table_avx2(&t);
+        cb_attn_int8_table_avx2(&t);
     }
     if (isa >= CB_ISA_AVX512) {
         cb_linear_table_avx512(&t);
         cb_vector_table_avx512(&t);
         cb_attn_table_avx512(&t);
+        cb_attn_int8_table_avx512(&t);
     }
-    if (isa >= CB_ISA_AVX512VNNI)
+    if (isa >= CB_ISA_AVX512VNNI) {
         cb_linear_table_avx512vnni(&t);
+        cb_attn_table_avx512vnni(&t);
+    }
     if (isa >= CB_ISA_AMX)
         cb_linear_table_amx(&t);
 #elif defined(__aarch64__)

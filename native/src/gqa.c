@@ -213,7 +213,8 @@ static int forward(cb_gqa_call *c)
 
 int cb_gqa_forward(cb_pool *pool, const cb_gqa_layer *layer, const cb_attn_step *step)
 {
-    if (!pool || !layer || !step || !is_layer_valid(layer) || !cb_is_step_valid(step, layer->window))
+    if (!pool || !layer || !step || !is_layer_valid(layer) || !cb_is_step_valid(step, layer->window) ||
+        step->kv_format == CB_KV_INT8)
         return CB_EINVAL;
     if (step->n_rows == 0)
         return CB_OK;

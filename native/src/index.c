@@ -46,10 +46,26 @@ static void turn_job(void *arg, int64_t begin, int64_t end, int thread)
         }
 }
 
-static int64_t room_floats(const cb_attn_layer *y)
+static bool is_int8(const cb_attn_call *c) { return c->step->kv_format == CB_KV_INT8; }
+
+/* Floats of one row's queries. */
+static int64_t query_floats(const cb_attn_call *c)
 {
-    int64_t lanes = cb_lanes(y->index_heads);
-    int64_t floats = CB_KV_BLOCK * (cb_lanes(y->index_dim) + lanes) + GROUP_ROWS * lanes * (y->index_dim + 1);
+    int64_t dim = c->layer->index_dim;
+    return cb_lanes(c->layer->index_heads) * (is_int8(c) ? CB_INT8_QUERY_FLOATS(cb_groups(dim)) : dim);
+}
+
+/* Of a thread: keys, products, queries and gains of a group, and what quantising a query takes. */
+static int64_t key_floats(const cb_attn_layer *y)
+{
+    return CB_MAX(CB_KV_BLOCK * cb_lanes(y->index_dim), CB_INT8_ROOM_BYTES(y->index_dim) / 4);
+}
+
+static int64_t room_floats(const cb_attn_call *c)
+{
+    const cb_attn_layer *y = c->layer;
+    int64_t lanes = cb_lanes(y->index_heads), work = CB_INT8_QUERY_FLOATS(cb_groups(y->index_dim));
+    int64_t floats = key_floats(y) + CB_KV_BLOCK * lanes + GROUP_ROWS * (query_floats(c) + lanes) + work;
     return CB_CEIL(floats, 16) * 16;
 }
 
@@ -58,29 +74,43 @@ static void score(const index_arg *a, const index_group *group, int64_t from, in
     const cb_attn_call *c = a->call;
     const cb_attn_layer *y = c->layer;
     const cb_attn_table *k = cb_kernels.attn;
-    int64_t heads = y->index_heads, dim = y->index_dim, lanes = cb_lanes(heads);
-    float *key_room = room, *d = key_room + CB_KV_BLOCK * cb_lanes(dim), *q_t = d + CB_KV_BLOCK * lanes;
-    float *g = q_t + GROUP_ROWS * lanes * dim;
+    int64_t heads = y->index_heads, dim = y->index_dim, ng = cb_groups(dim), lanes = cb_lanes(heads), per_row = query_floats(c);
+    float *d = room + key_floats(y), *queries = d + CB_KV_BLOCK * lanes, *g = queries + GROUP_ROWS * per_row;
+    float *work = g + GROUP_ROWS * lanes;
     for (int64_t i = 0; i < group->n_rows; i++) {
         int64_t tile_row = group->row[i] - a->row0;
+        float *q_t = queries + i * per_row;
+        cb_int8_query int8 = cb_int8_query_in(q_t, lanes, ng);
         for (int64_t h = 0; h < lanes; h++) {
             const float *q = a->q + (tile_row * heads + h) * dim;
-            for (int64_t e = 0; e < dim; e++)
-                q_t[i * dim * lanes + cb_lane_start(h, dim) + e * CB_LANES] = h < heads ? q[e] : 0.0f;
+            if (is_int8(c))
+                cb_int8_set_query(&int8, h, h < heads ? q : NULL, dim, work);
+            else
+                for (int64_t e = 0; e < dim; e++)
+                    q_t[cb_lane_start(h, dim) + e * CB_LANES] = h < heads ? q[e] : 0.0f;
             g[i * lanes + h] = h < heads ? a->g[tile_row * heads + h] : 0.0f;
         }
     }
     int64_t last = group->row[group->n_rows - 1];
     to = CB_MIN(to, (int64_t)c->step->position[last] + 1);
     for (int64_t first = from; first < to; first += CB_KV_BLOCK) {
-        int64_t ld, n = CB_MIN(CB_KV_BLOCK, to - first);
-        const float *keys = cb_block_rows(c->step->index_k, c->step->kv_format, dim, dim,
-                                          cb_kv_block_of(c->step, last, first), n, key_room, &ld);
+        int64_t ld = 0, n = CB_MIN(CB_KV_BLOCK, to - first), block = cb_kv_block_of(c->step, last, first);
+        const float *keys = NULL;
+        cb_int8_keys int8 = {0};
+        if (is_int8(c))
+            int8 = cb_int8_block_rows(c->step->index_k, dim, block, n, room);
+        else
+            keys = cb_block_rows(c->step->index_k, c->step->kv_format, dim, dim, block, n, room, &ld);
         for (int64_t i = 0; i < group->n_rows; i++) {
             int64_t own = CB_MIN(n, (int64_t)c->step->position[group->row[i]] + 1 - first);
             if (own <= 0)
                 continue;
-            k->scores(q_t + i * dim * lanes, lanes, dim, keys, ld, own, d);
+            if (is_int8(c)) {
+                cb_int8_query q = cb_int8_query_in(queries + i * per_row, lanes, ng);
+                k->scores_int8(&q, lanes, ng, &int8, own, d);
+            } else {
+                k->scores(queries + i * per_row, lanes, dim, keys, ld, own, d);
+            }
             k->index_fold(d, lanes, own, g + i * lanes, a->scores + (group->line + i) * a->stride + first);
         }
     }
@@ -135,7 +165,7 @@ int cb_index_select(const cb_attn_call *c, int64_t row0, int64_t n, const float 
     float *scores = cb_scratch(c->pool, max_lines * stride * 4);
     index_group *group = cb_scratch(c->pool, n * (int64_t)sizeof *group);
     index_arg job = {.call = c, .row0 = row0, .q = q, .g = g, .group = group, .span = span, .spans = CB_CEIL(longest, span),
-                     .stride = stride, .scores = scores, .room_floats = room_floats(y)};
+                     .stride = stride, .scores = scores, .room_floats = room_floats(c)};
     job.room = cb_scratch(c->pool, threads * job.room_floats * 4);
     int status = q && g && scores && group && job.room ? CB_OK : CB_ENOMEM;
     if (status == CB_OK)

@@ -1,8 +1,8 @@
 """Where each layer's cached rows and sequence states lie in the KV segments. Pure; used by all who attach or plan them.
 
-Blocks hold ``KV_BLOCK`` positions. What a layer caches of every position (``Attention.rows``) is
-``[n_blocks][KV_BLOCK][n_values]`` in the KV format, one behind the other; a sequence's block table names the same block
-numbers in every layer and in the MTP layer's own segment. Of a layer with a state per sequence, behind its rows, lie
+Blocks hold ``KV_BLOCK`` positions. What a layer caches of every position (``Attention.rows``) is ``n_blocks`` blocks in the
+KV format (``native/include/colibri.h``), one behind the other; a sequence's block table names the same block numbers in every
+layer and in the MTP layer's own segment. Of a layer with a state per sequence, behind its rows, lie
 ``[sequences + snapshots][n_values]`` f32 and ``[sequences][drafts][draft_values]`` f32.
 """
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from native.attention import KV_BLOCK as KV_BLOCK
+from native.attention import kv_row_bytes
 from shared.model.attention.kind import Attention, LayerKv
 
 if TYPE_CHECKING:
     from shared.run.config import GroupConfig
 
-KV_ITEM_BYTES = {"f32": 4, "bf16": 2}
 _ALIGN = 4096
 _STATE_ITEM_BYTES = 4
 
@@ -54,8 +54,7 @@ def kv_layout(
 
     found = []
     for attention in layers:
-        item = KV_ITEM_BYTES[kv_dtype]
-        rows = tuple(place(n_blocks * KV_BLOCK * part.n_values * item) for part in attention.rows)
+        rows = tuple(place(n_blocks * KV_BLOCK * kv_row_bytes(kv_dtype, part.n_values)) for part in attention.rows)
         state = drafts = None
         if attention.state is not None:
             n_states = states.n_sequences + states.n_snapshots

@@ -38,6 +38,9 @@ class Lanes(Protocol):
     def cached(self, rows: Sequence[F32]) -> list[F32]:
         """What each lane's KV cache keeps of these rows."""
 
+    def queries(self, rows: Sequence[F32]) -> list[F32]:
+        """Queries as they meet each lane's KV cache."""
+
 
 def causal(lanes: Lanes, window: int = 0) -> list[NDArray[np.bool_]]:
     """Per sequence, which keys each row may see: [rows, keys]; ``window`` keys at most, its own included (0: all)."""

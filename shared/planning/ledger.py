@@ -179,6 +179,11 @@ def _check_settings(spec: ModelSpec, settings: Settings) -> None:
         )
     if isinstance(settings.draft, int) and settings.draft > 0 and not spec.n_mtp:
         raise ConfigError(f"draft = {settings.draft}: this model has no MTP layer that could draft. Use draft = off.")
+    if settings.kv_dtype not in spec.kv_dtypes:
+        raise ConfigError(
+            f"kv_dtype = {settings.kv_dtype}: only latent attention can cache so, and this model has layers of another kind. "
+            f"Use one of {', '.join(spec.kv_dtypes)}."
+        )
 
 
 def _asked_slots(settings: Settings) -> int:
@@ -265,7 +270,7 @@ def _ledger(
         rows = chunk + n_sequences * (1 + n_drafts)
         logit_rows = rows if settings.record_logits else n_sequences * (1 + n_drafts)
         frames = N_FRAMES * frame_bytes(spec, rows, logit_rows, n_sequences, blocks_for(context))
-        attention = attention_work_bytes(spec, rows, context, n_threads)
+        attention = attention_work_bytes(spec, rows, context, n_threads, settings.kv_dtype)
         # parts and shared result of all rows
         expert_io = rows * (spec.gate_k + 1) * spec.hidden * 4 + _expert_scratch(spec, rows, n_threads)
         # a row's sorted probabilities
@@ -389,21 +394,21 @@ def change_budget(
     )
 
 
-def attention_work_bytes(spec: ModelSpec, rows: int, context: int, n_threads: int) -> int:
+def attention_work_bytes(spec: ModelSpec, rows: int, context: int, n_threads: int, kv_dtype: str) -> int:
     """What attention (or the drafter) needs beside the weights while ``rows`` rows go through a layer.
 
     Kept per row: residual, final, selection; share and scratch of a dense branch. The rest is the kernels' scratch, which
     they state themselves.
     """
     per_row = 4 * ((4 if spec.branch else 2) * spec.hidden + spec.n_selected)
-    return rows * per_row + _attention_scratch(spec, rows, context, n_threads)
+    return rows * per_row + _attention_scratch(spec, rows, context, n_threads, kv_dtype)
 
 
 @cache
-def _attention_scratch(spec: ModelSpec, rows: int, context: int, n_threads: int) -> int:
+def _attention_scratch(spec: ModelSpec, rows: int, context: int, n_threads: int, kv_dtype: str) -> int:
     with Pool(n_threads, is_dry=True) as dry:
         for attention in dict.fromkeys(spec.attention):
-            attention.measure(dry, rows, context)
+            attention.measure(dry, rows, context, kv_dtype)
         if spec.dense_inner:
             spec.inner.measure(dry, spec.hidden, spec.dense_inner, rows)
         if spec.branch:

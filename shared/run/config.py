@@ -30,7 +30,10 @@ LOCK_NAME = "lock"
 class Passed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Settings that the services get as they were chosen: fields of ``Settings`` and of ``GroupConfig``."""
 
-    kv_dtype: Annotated[Literal["f32", "bf16"], Setting("precision of the KV cache")] = "bf16"
+    kv_dtype: Annotated[
+        Literal["f32", "bf16", "int8"],
+        Setting("precision of the KV cache; int8: half the bytes of bf16, latent attention alone"),
+    ] = "bf16"
     pilot: Annotated[
         Literal["on", "off", "random"],
         Setting("prefetch of experts: predicted, none, or (for tests) at random; never changes the text"),

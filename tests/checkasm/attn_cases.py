@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from native.attention import KV_BLOCK, AttnLayer, AttnStep, attn_forward
+from native.attention import KV_BLOCK, AttnLayer, AttnStep, attn_forward, kv_row_bytes
 from native.library import Pool
 from native.matrix import BF16, F32, Matrix, matrix
 
@@ -161,14 +161,48 @@ class Cache:
         order = np.random.default_rng(self.seed).permutation(self.n_blocks)[: self.n_sequences * per_sequence]
         self.table = order.reshape(self.n_sequences, per_sequence).astype(np.int32)
         d = self.dims
+        self.kv, self.index_k = self._blocks(d.kv_rank + d.rope), self._blocks(d.index_dim)
+
+    def _blocks(self, width: int) -> np.ndarray:
+        if self.kv_format == "int8":  # all ones: the scales are NaN
+            return np.full((self.n_blocks, KV_BLOCK * kv_row_bytes("int8", width)), 255, np.uint8)
         dtype, nan = (np.float32, np.nan) if self.kv_format == "f32" else (np.uint16, 0x7FC0)
-        self.kv = np.full((self.n_blocks, KV_BLOCK, d.kv_rank + d.rope), nan, dtype)
-        self.index_k = np.full((self.n_blocks, KV_BLOCK, d.index_dim), nan, dtype)
+        return np.full((self.n_blocks, KV_BLOCK, width), nan, dtype)
 
     def entries(self, which: np.ndarray, seq: int, n: int) -> np.ndarray:
         """The first n cached entries of a sequence as f32."""
-        rows = which[self.table[seq]].reshape(-1, which.shape[-1])[:n]
+        blocks = which[self.table[seq]]
+        if which.dtype == np.uint8:
+            values, scales = self.int8_entries(which, seq, n)
+            return (values * np.repeat(scales, 64, axis=1)[:, : values.shape[1]]).astype(np.float32)
+        rows = blocks.reshape(-1, which.shape[-1])[:n]
         return rows if rows.dtype == np.float32 else from_bf16(rows)
+
+    def fill(self, rows: np.ndarray) -> None:
+        """The first sequence's latents from rows f32[n, width]."""
+        n, width = rows.shape
+        padded = np.zeros((len(self.table[0]) * KV_BLOCK, width), np.float32)
+        padded[:n] = rows
+        if self.kv_format != "int8":
+            stored = padded if self.kv_format == "f32" else to_bf16(padded)
+            self.kv[self.table[0]] = stored.reshape(-1, KV_BLOCK, width)
+            return
+        groups = np.pad(padded, ((0, 0), (0, -width % 64))).reshape(len(padded), -1, 64)
+        scale = to_bf16(np.abs(groups).max(-1) / 127)
+        step = np.where(scale == 0, np.float32(1), from_bf16(scale))
+        q = np.clip(np.rint(groups / step[..., None]), -127, 127).reshape(len(padded), -1)[:, :width]
+        blocks = self.kv[self.table[0]]
+        blocks[:, : KV_BLOCK * width] = (q + 128).astype(np.uint8).reshape(len(blocks), -1)
+        blocks[:, KV_BLOCK * width :] = scale.reshape(len(blocks), -1).view(np.uint8)
+        self.kv[self.table[0]] = blocks
+
+    def int8_entries(self, which: np.ndarray, seq: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first n entries as integers f32[n, width] and their scales f32[n, ceil(width / 64)]."""
+        d, blocks = self.dims, which[self.table[seq]]
+        width = d.kv_rank + d.rope if which is self.kv else d.index_dim
+        values = blocks[:, : KV_BLOCK * width].reshape(-1, width)[:n].astype(np.float32) - np.float32(128)
+        scales = np.ascontiguousarray(blocks[:, KV_BLOCK * width :]).view(np.uint16).reshape(-1, -(-width // 64))[:n]
+        return values, from_bf16(scales)
 
 
 @dataclass

@@ -65,8 +65,7 @@ def test_with_f32_activations_every_row_is_the_engines(
     np.testing.assert_allclose(got, expected, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "bf16"])
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize(("precision", "kv_dtype"), [("int8", "f32"), ("int4", "bf16"), ("int4", "int8")])
 def test_with_int8_activations_rows_are_the_engines(
     precision: str, kv_dtype: str, converted: Converted, tmp_path: Path
 ) -> None:
@@ -74,15 +73,20 @@ def test_with_int8_activations_rows_are_the_engines(
     n_close, n_blind, n = 0, 0, 0
     for name in ORACLES:
         pair = Pair(converted(name, precision), oracle_dir(name))
+        if kv_dtype not in pair.spec.kv_dtypes:
+            continue
         stored = stored_lane(pair.container.precision, kv_dtype)
         formats = {role: STORED[fmt] for role, fmt in pair.container.precision.items() if role != "mtp"}
         rounded = Lane("rounded", "", formats, INT8_INPUTS, kv_dtype)
         blind = Lane("f32 activations", "", formats, frozenset(), kv_dtype)
+        if kv_dtype == "int8":
+            blind = Lane("another cache", "", formats, INT8_INPUTS, "bf16")
         got, again, other = lane_logits(pair, [stored, rounded, blind], pieces_of(name))
         assert np.array_equal(got, again), "what the container holds is what rounding the checkpoint gives"
         expected = engine_logits(pair.container.path, tmp_path, pieces_of(name), kv_dtype)
         n_close += int((np.abs(got - expected).max(axis=1) < 1e-3).sum())
         n_blind += int((np.abs(other - expected).max(axis=1) < 1e-3).sum())
         n += len(got)
-    assert n_close > 0.7 * n, f"{n_close} of {n} rows"
-    assert n_blind == 0, "without rounded activations no row may agree: otherwise this test sees nothing"
+    # An int8 cache rounds queries and entries, too: more that can meet a half.
+    assert n_close > (0.5 if kv_dtype == "int8" else 0.7) * n, f"{n_close} of {n} rows"
+    assert n_blind == 0, "without this rounding no row may agree: otherwise this test sees nothing"

@@ -35,7 +35,7 @@ def test_unknown_key_names_itself_and_all_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('kv_dtype = "f16"', ["kv_dtype", "f32, bf16"]),
+        ('kv_dtype = "f16"', ["kv_dtype", "f32, bf16, int8"]),
         ('pilot = "maybe"', ["pilot", "on, off, random"]),
         ('slots = "many"', ["slots"]),
         ("slots = -1", ["slots", "0 to"]),

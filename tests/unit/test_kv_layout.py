@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -26,16 +28,18 @@ class Recurrent(Attention, frozen=True, kw_only=True):
     def state(self) -> SequenceState:
         return SequenceState("sum over the past", self.n_values, self.draft_values)
 
-    def measure(self, dry: object, n_rows: int, context: int) -> None:
+    def measure(self, dry: object, n_rows: int, context: int, kv_dtype: str) -> None:
         """No kernel yet."""
 
 
-def spans(layout: KvLayout, layers: tuple[Attention, ...], item: int, states: StatePlaces) -> list[tuple[int, int]]:
+def spans(
+    layout: KvLayout, layers: tuple[Attention, ...], item: Callable[[int], int], states: StatePlaces
+) -> list[tuple[int, int]]:
     """(start, bytes) of everything in the segment."""
     found = []
     for at, layer in zip(layout.layers, layers, strict=True):
         found += [
-            (start, layout.n_blocks * KV_BLOCK * part.n_values * item)
+            (start, layout.n_blocks * KV_BLOCK * item(part.n_values))
             for start, part in zip(at.rows, layer.rows, strict=True)
         ]
         if layer.state:
@@ -54,12 +58,16 @@ def mixed() -> tuple[Attention, ...]:
     return (recurrent, *spec.main_attention, recurrent, grouped)
 
 
-@pytest.mark.parametrize(("kv_dtype", "item"), [("f32", 4), ("bf16", 2)])
-def test_nothing_overlaps(kv_dtype: str, item: int) -> None:
+ITEMS = {"f32": lambda n: 4 * n, "bf16": lambda n: 2 * n, "int8": lambda n: n + 2 * -(-n // 64)}
+"""Bytes of a position by its number of values."""
+
+
+@pytest.mark.parametrize("kv_dtype", ITEMS)
+def test_nothing_overlaps(kv_dtype: str) -> None:
     layers, states = mixed(), StatePlaces(n_sequences=3, n_drafts=2, n_snapshots=4)
     layout = kv_layout(layers, kv_dtype, 5, states)
     end = 0
-    for start, n_bytes in sorted(spans(layout, layers, item, states)):
+    for start, n_bytes in sorted(spans(layout, layers, ITEMS[kv_dtype], states)):
         assert start >= end
         assert start % 4096 == 0
         end = start + n_bytes

@@ -18,6 +18,7 @@ from shared.model.kv_layout import KV_BLOCK, kv_layout
 from shared.model.spec import ModelSpec
 from shared.planning.ledger import BUDGET_SHARE, Ledger, change_budget, make_ledger
 from shared.run.config import GroupConfig, Settings
+from tests.oracle import oracle_config
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -91,6 +92,20 @@ def test_drafting_is_on_where_everything_is_resident() -> None:
     assert ledger(no_mtp, no_mtp_facts, 512 * GIB).n_drafts == 0
     with pytest.raises(ConfigError, match="no MTP layer"):
         ledger(no_mtp, no_mtp_facts, 512 * GIB, draft=2)
+
+
+def test_an_int8_cache_is_half_of_a_bf16_one_and_latent_attention_alone_has_it() -> None:
+    spec, facts = model("glm-5.2", 4, mtp=True)
+
+    def kv_bytes(kv_dtype: str) -> list[int]:
+        made = ledger(spec, facts, 512 * GIB, kv_dtype=kv_dtype, max_context=4096, draft=1)
+        return [line.bytes for line in made.lines if line.what.startswith("KV")]
+
+    for half, whole in zip(kv_bytes("int8"), kv_bytes("bf16"), strict=True):
+        assert half == pytest.approx(whole * 594 / 1152, rel=0.01)
+    grouped = spec_of(oracle_config("glm4_moe"))
+    with pytest.raises(ConfigError, match=r"kv_dtype = int8: only latent attention .* Use one of f32, bf16\."):
+        ledger(grouped, plan_facts(grouped, plan_container(grouped, PRECISIONS["int4"])), 8 * GIB, kv_dtype="int8")
 
 
 def test_asked_for_values_are_kept() -> None:

@@ -52,14 +52,19 @@ def zeroes(n_bytes: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("n_threads", [1, 3])
-def test_attention_takes_what_was_measured(name: str, n_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+def test_attention_takes_what_was_measured(
+    name: str, n_threads: int, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same calls with weights, caches and threads."""
     spec = spec_of(MODELS[name])
+    if kv_dtype not in spec.kv_dtypes:
+        pytest.skip("grouped queries have no int8 cache")
     n_rows, context = 130, 300
     cache = zeroes((-(-context // 64)) * 64 * 4096)
     for attention in dict.fromkeys(spec.attention):
         with Pool(n_threads, is_dry=True) as dry:
-            attention.measure(dry, n_rows, context)
+            attention.measure(dry, n_rows, context, kv_dtype)
             wanted = dry.scratch_bytes
         with monkeypatch.context() as patch, Pool(n_threads) as pool:
             patch.setattr(
@@ -67,7 +72,7 @@ def test_attention_takes_what_was_measured(name: str, n_threads: int, monkeypatc
                 lambda planned: {tensor.name: Real(tensor) for tensor in planned},
             )
             patch.setattr("shared.model.attention.kind.ALIGNMENT", cache.ctypes.data)
-            attention.measure(pool, n_rows, context)
+            attention.measure(pool, n_rows, context, kv_dtype)
             assert pool.scratch_bytes == wanted > 1 << 20
 
 
@@ -103,6 +108,6 @@ def test_a_dry_pool_computes_nothing() -> None:
 
 def test_more_rows_or_context_never_need_less() -> None:
     spec = spec_of(preset_config("glm-5.2", 4, True))
-    sizes = [ledger.attention_work_bytes(spec, rows, 8192, 4) for rows in (1, 8, 64, 512)]
+    sizes = [ledger.attention_work_bytes(spec, rows, 8192, 4, "bf16") for rows in (1, 8, 64, 512)]
     assert sizes == sorted(sizes)
-    assert ledger.attention_work_bytes(spec, 64, 65536, 4) >= sizes[2]
+    assert ledger.attention_work_bytes(spec, 64, 65536, 4, "bf16") >= sizes[2]

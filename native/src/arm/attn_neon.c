@@ -131,7 +131,13 @@ static void index_fold_neon(const float *d, int64_t lanes, int64_t n, const floa
 
 void cb_attn_table_neon(cb_table *t)
 {
-    *t->attn = (cb_attn_table){widen_neon, scores_neon, softmax_neon, mix_neon, join_neon, index_fold_neon,
-                               cb_isa_names[CB_ISA_NEON]};
+    cb_attn_table *a = t->attn;
+    a->widen = widen_neon;
+    a->scores = scores_neon;
+    a->softmax = softmax_neon;
+    a->mix = mix_neon;
+    a->join = join_neon;
+    a->index_fold = index_fold_neon;
+    a->isa = cb_isa_names[CB_ISA_NEON];
     t->gqa = &cb_gqa_table_neon;
 }

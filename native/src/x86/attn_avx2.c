@@ -164,6 +164,13 @@ static void index_fold_avx2(const float *d, int64_t lanes, int64_t n, const floa
 
 void cb_attn_table_avx2(cb_table *t)
 {
-    *t->attn = (cb_attn_table){widen_avx2, scores_avx2, softmax_avx2, mix_avx2, join_avx2, index_fold_avx2, "avx2"};
+    cb_attn_table *a = t->attn;
+    a->widen = widen_avx2;
+    a->scores = scores_avx2;
+    a->softmax = softmax_avx2;
+    a->mix = mix_avx2;
+    a->join = join_avx2;
+    a->index_fold = index_fold_avx2;
+    a->isa = "avx2";
     t->gqa = &cb_gqa_table_avx2;
 }

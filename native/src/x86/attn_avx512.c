@@ -172,6 +172,13 @@ static void index_fold_avx512(const float *d, int64_t lanes, int64_t n, const fl
 
 void cb_attn_table_avx512(cb_table *t)
 {
-    *t->attn = (cb_attn_table){widen_avx512, scores_avx512, softmax_avx512, mix_avx512, join_avx512, index_fold_avx512, "avx512"};
+    cb_attn_table *a = t->attn;
+    a->widen = widen_avx512;
+    a->scores = scores_avx512;
+    a->softmax = softmax_avx512;
+    a->mix = mix_avx512;
+    a->join = join_avx512;
+    a->index_fold = index_fold_avx512;
+    a->isa = "avx512";
     t->gqa = &cb_gqa_table_avx512;
 }

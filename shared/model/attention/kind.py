@@ -89,6 +89,11 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
         return ()
 
     @property
+    def kv_dtypes(self) -> tuple[str, ...]:
+        """The formats in which its rows can be cached."""
+        return "f32", "bf16"
+
+    @property
     def state(self) -> SequenceState | None:
         """What is kept of every sequence, when there is such a thing."""
         return None
@@ -103,7 +108,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
         """Weights that a row is multiplied with: two operations each."""
         raise NotImplementedError
 
-    def measure(self, dry: Pool, n_rows: int, context: int) -> None:
+    def measure(self, dry: Pool, n_rows: int, context: int, kv_dtype: str) -> None:
         """Runs 1 .. ``n_rows`` rows at the end of ``context`` positions: ``dry.scratch_bytes`` tells what they take."""
         kernel = self.kernel("", stand_ins(self.tensors()))
         for rows in sorted({min(1 << i, n_rows) for i in range(n_rows.bit_length() + 1)}):
@@ -112,7 +117,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
                 step = AttnStep(
                     kv=ALIGNMENT,
                     index_k=ALIGNMENT,
-                    kv_format="bf16",
+                    kv_format=kv_dtype,
                     n_blocks=1,
                     selected=np.empty((rows, max(1, self.n_selected)), np.int32),
                     n_selected=np.full(rows, -1, np.int32),

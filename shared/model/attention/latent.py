@@ -112,6 +112,10 @@ class Latent(Attention, frozen=True, kw_only=True):
         return (latent,)
 
     @property
+    def kv_dtypes(self) -> tuple[str, ...]:
+        return "f32", "bf16", "int8"
+
+    @property
     def n_selected(self) -> int:
         return self.indexer.topk if self.indexer else 0
 
@@ -191,13 +195,12 @@ class Latent(Attention, frozen=True, kw_only=True):
         allowed = self._allowed(lanes, p + "indexer.", h, q_latent)
         turned = [self.rope.turn(x[:, None, rank:], lanes.positions)[:, 0] for x in kv]
         keys = lanes.cached([np.concatenate(pair, axis=1) for pair in zip(latent, turned)])
+        scale = np.float32(self.softmax_scale)
+        turned_queries = [self.rope.turn(x[..., nope:], lanes.positions) for x in heads]
+        queries = lanes.queries([np.concatenate(pair, axis=2) * scale for pair in zip(folded, turned_queries)])
         mixed = []
-        for i, query in enumerate(folded):
-            queries = np.concatenate([query, self.rope.turn(heads[i][..., nope:], lanes.positions)], axis=2)
-            parts = [
-                attend(queries[span], keys[i][span], rank, self.softmax_scale, seen)
-                for span, seen in zip(lanes.spans, allowed[i])
-            ]
+        for i, query in enumerate(queries):
+            parts = [attend(query[span], keys[i][span], rank, seen) for span, seen in zip(lanes.spans, allowed[i])]
             mixed.append(np.concatenate(parts))
         values = lanes.per_head(p + "v_b.weight", mixed)
         return lanes.linear(p + "o_proj.weight", [x.reshape(n_rows, -1) for x in values])
@@ -222,9 +225,10 @@ class Latent(Attention, frozen=True, kw_only=True):
         scale = np.float32((index.n_heads * index.dim) ** -0.5)
         normed = [layer_norm(k, w, b) for k, w, b in zip(plain_keys, norms, biases)]
         keys = lanes.cached([index.rope.turn(k[:, None], lanes.positions)[:, 0] for k in normed])
+        shape = n_rows, index.n_heads, index.dim
+        turned = lanes.queries([index.rope.turn(q.reshape(shape), lanes.positions) for q in queries])
         found = []
-        for i, k in enumerate(keys):
-            q = index.rope.turn(queries[i].reshape(n_rows, index.n_heads, index.dim), lanes.positions)
+        for i, (q, k) in enumerate(zip(turned, keys)):
             g = gains[i] * scale
             found.append([select(q[span], k[span], g[span], index.topk) for span in lanes.spans])
         return found
@@ -254,9 +258,9 @@ def layer_norm(x: F32, w: F32, b: F32) -> F32:
     return np.asarray(centred * scale * w + b).astype(np.float32)
 
 
-def attend(queries: F32, keys: F32, rank: int, scale: float, allowed: Mask) -> F32:
-    """queries [T, H, R + rope], keys [T, R + rope], allowed [T, T] -> mixed latents f32[T, H, R]."""
-    scores = np.matmul((queries * np.float32(scale)).transpose(1, 0, 2), keys.T)
+def attend(queries: F32, keys: F32, rank: int, allowed: Mask) -> F32:
+    """queries [T, H, R + rope], scaled, keys [T, R + rope], allowed [T, T] -> mixed latents f32[T, H, R]."""
+    scores = np.matmul(queries.transpose(1, 0, 2), keys.T)
     scores += np.where(allowed, np.float32(0.0), np.float32(-np.inf))
     scores -= scores.max(axis=2, keepdims=True)
     np.exp(scores, out=scores)

@@ -514,7 +514,7 @@ static void family_attention(int rung)
 {
     enum { HIDDEN = 80, RANK = 48, ROPE = 8, PROMPT = 90, DECODE = 3, BLOCKS = 4 };
     static const int64_t heads[] = {5, 16, 18};
-    for (int kv_format = CB_KV_F32; kv_format <= CB_KV_BF16; kv_format++)
+    for (int kv_format = CB_KV_F32; kv_format <= CB_KV_INT8; kv_format++)
         for (int kind = 0; kind < N_KINDS; kind++) {
             if ((kind + kv_format) % 2) /* each format with one of the two caches */
                 continue;
@@ -545,8 +545,8 @@ static void family_attention(int rung)
             int32_t position[PROMPT + DECODE], seq[PROMPT + DECODE] = {0}, table[BLOCKS] = {2, 0, 3, 1};
             for (int t = 0; t < n; t++)
                 position[t] = t;
-            int64_t kv_bytes = BLOCKS * CB_KV_BLOCK * (RANK + ROPE) * (kv_format == CB_KV_BF16 ? 2 : 4);
-            int64_t index_bytes = BLOCKS * CB_KV_BLOCK * dim * (kv_format == CB_KV_BF16 ? 2 : 4);
+            int64_t kv_bytes = BLOCKS * CB_KV_BLOCK * cb_kv_row_bytes(kv_format, RANK + ROPE);
+            int64_t index_bytes = BLOCKS * CB_KV_BLOCK * cb_kv_row_bytes(kv_format, dim);
             for (int turn = 0; turn < 2; turn++) {
                 use(turn ? rung : 0);
                 x[turn] = output(n * HIDDEN);

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #define CB_IN_ORDER(v) ((void)0)
+#define CB_EMULATED 1 /* what a kernel writes as an instruction of its own has to be a function here */
 
 
 #define _MM_HINT_T0 3
@@ -40,6 +41,7 @@ typedef union {
     float f[4];
 } __m128;
 typedef union {
+    uint8_t u8[16];
     uint16_t u16[8];
 } __m128i;
 typedef uint16_t __mmask16;
@@ -88,6 +90,23 @@ E_FN __m512 _mm512_mask_add_ps(__m512 source, __mmask16 m, __m512 a, __m512 b)
 {
     E_EACH(16) if (m >> l & 1) source.f[l] = a.f[l] + b.f[l];
     return source;
+}
+E_FN __m512 _mm512_maskz_mov_ps(__mmask16 m, __m512 v) { E_EACH(16) v.f[l] = m >> l & 1 ? v.f[l] : 0.0f; return v; }
+E_FN __m512 _mm512_maskz_div_ps(__mmask16 m, __m512 a, __m512 b)
+{
+    E_EACH(16) a.f[l] = m >> l & 1 ? a.f[l] / b.f[l] : 0.0f;
+    return a;
+}
+E_FN __m512 _mm512_mask_div_ps(__m512 source, __mmask16 m, __m512 a, __m512 b)
+{
+    E_EACH(16) if (m >> l & 1) source.f[l] = a.f[l] / b.f[l];
+    return source;
+}
+E_FN __m512i _mm512_maskz_cvtps_epi32(__mmask16 m, __m512 v)
+{
+    __m512i o;
+    E_EACH(16) o.i32[l] = m >> l & 1 ? (int32_t)nearbyintf(v.f[l]) : 0;
+    return o;
 }
 E_FN __m512i _mm512_castps_si512(__m512 v) { __m512i o; memcpy(&o, &v, 64); return o; }
 E_FN __m512 _mm512_castsi512_ps(__m512i v) { __m512 o; memcpy(&o, &v, 64); return o; }
@@ -162,7 +181,15 @@ E_FN __m512i _mm512_dpbusd_epi32(__m512i c, __m512i a, __m512i b)
     return c;
 }
 
+E_FN __m512i _mm512_dpwssd_epi32(__m512i c, __m512i a, __m512i b)
+{
+    E_EACH(16) for (int j = 0; j < 2; j++) c.i32[l] += a.i16[2 * l + j] * b.i16[2 * l + j];
+    return c;
+}
+
 /* ---- narrow to wide */
+E_FN __m128i _mm_loadu_si128(const void *p) { __m128i o; memcpy(&o, p, 16); return o; }
+E_FN __m512i _mm512_cvtepu8_epi32(__m128i v) { __m512i o; E_EACH(16) o.u32[l] = v.u8[l]; return o; }
 E_FN __m256i _mm256_loadu_si256(const void *p) { __m256i o; memcpy(&o, p, 32); return o; }
 E_FN __m512i _mm512_cvtepu16_epi32(__m256i v) { __m512i o; E_EACH(16) o.u32[l] = v.u16[l]; return o; }
 E_FN __m512 _mm512_cvtph_ps(__m256i v)

@@ -11,6 +11,7 @@ unsigned cb_cpu_isas(void)
 void cb_linear_table_avx2(cb_table *t) { (void)t; }
 void cb_vector_table_avx2(cb_table *t) { (void)t; }
 void cb_attn_table_avx2(cb_table *t) { (void)t; }
+void cb_attn_int8_table_avx2(cb_table *t) { (void)t; }
 void cb_probe_table_avx2(cb_probe_table *t) { (void)t; }
 void cb_probe_table_avx512(cb_probe_table *t) { (void)t; }
 void cb_probe_table_avx512vnni(cb_probe_table *t) { (void)t; }
