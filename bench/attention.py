@@ -16,13 +16,15 @@ from bench.measure import Case
 from bench.roofline import Work
 from bench.sizes import Sizes
 from bench.weights import Weights, aligned, matrix_bytes
-from native.attention import KV_BLOCK, AttnLayer, AttnStep, attn_forward
+from native.attention import KV_BLOCK, AttnLayer, AttnStep, attn_forward, kv_row_bytes
 from native.library import Pool
 from native.matrix import ACT_F32, Matrix
 from native.memory import HugeBuffer
 
 KV_ITEM = 2
 """Bytes of a bf16 cache value."""
+_SCALE = 0x3C10
+"""bf16, 0.0088: an int8 group of random bytes is as large as random numbers are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,18 +89,22 @@ def make_layer(sizes: Sizes, index_kind: str, weights: Weights) -> AttnLayer:
 
 
 class Cache:
-    """KV caches of several sequences, each with `context` positions in front of `n_rows` new rows; bf16, filled."""
+    """KV caches of several sequences, each with `context` positions in front of `n_rows` new rows; filled."""
 
-    def __init__(self, sizes: Sizes, index_kind: str, context: int, n_rows: int, n_sequences: int) -> None:
-        self.context, self.n_rows = context, n_rows
+    def __init__(
+        self, sizes: Sizes, index_kind: str, context: int, n_rows: int, n_sequences: int, kv_format: str
+    ) -> None:
+        self.context, self.n_rows, self.kv_format = context, n_rows, kv_format
         blocks = blocks_of(context, n_rows)
         self.n_blocks = blocks * n_sequences
-        width = sizes.kv_rank + sizes.rope
-        self.buffer = filled(self.n_blocks * KV_BLOCK * (width + sizes.index_dim) * KV_ITEM)
-        flat = self.buffer.array.view(np.uint16)
-        n_kv = self.n_blocks * KV_BLOCK * width
-        self.kv = flat[:n_kv]
-        self.index_k = flat[n_kv:] if index_kind == "full" else None
+        widths = (sizes.kv_rank + sizes.rope, sizes.index_dim)
+        parts = [self.n_blocks * KV_BLOCK * kv_row_bytes(kv_format, width) for width in widths]
+        self.buffer = filled(sum(parts))
+        self.kv, index_k = self.buffer.array[: parts[0]], self.buffer.array[parts[0] : sum(parts)]
+        self.index_k = index_k if index_kind == "full" else None
+        if kv_format == "int8":
+            for cache, width in zip((self.kv, index_k), widths):
+                cache.reshape(self.n_blocks, -1)[:, KV_BLOCK * width :].view(np.uint16)[:] = _SCALE
         self.tables = np.arange(self.n_blocks, dtype=np.int32).reshape(n_sequences, 1, blocks)
 
     def close(self) -> None:
@@ -129,7 +135,7 @@ class AttentionCall:
         x = np.random.default_rng(5).standard_normal((n, sizes.hidden)).astype(np.float32)
         selected, n_selected = np.zeros((n, sizes.index_topk), np.int32), np.full(n, -1, np.int32)
         self.step = AttnStep(
-            kv=cache.kv, index_k=cache.index_k, kv_format="bf16", n_blocks=cache.n_blocks, selected=selected,
+            kv=cache.kv, index_k=cache.index_k, kv_format=cache.kv_format, n_blocks=cache.n_blocks, selected=selected,
             n_selected=n_selected, x=x,
         )  # fmt: skip
         self.position = np.arange(cache.context, cache.context + n, dtype=np.int32)
@@ -146,23 +152,32 @@ def keys_seen(context: int, n_rows: int) -> int:
     return n_rows * context + n_rows * (n_rows + 1) // 2
 
 
-def attention_work(sizes: Sizes, context: int, n_rows: int) -> Work:
+def attention_work(sizes: Sizes, context: int, n_rows: int, kv_format: str = "bf16") -> Work:
     """A dense layer: weights and cache once; per key and head two products of the latent and one of the rope part."""
     layout = layout_of(sizes, "none")
     ops = layout.ops(n_rows)
-    ops["f32"] += 2 * keys_seen(context, n_rows) * sizes.n_heads * (2 * sizes.kv_rank + sizes.rope)
-    cache = (context + n_rows) * (sizes.kv_rank + sizes.rope) * KV_ITEM
+    _add_keys(ops, sizes, keys_seen(context, n_rows), kv_format)
+    cache = (context + n_rows) * kv_row_bytes(kv_format, sizes.kv_rank + sizes.rope)
     return Work(layout.n_bytes + cache + 2 * n_rows * sizes.hidden * 4, ops)
 
 
-def index_work(sizes: Sizes, context: int) -> Work:
+def _add_keys(ops: dict[str, int], sizes: Sizes, n_keys: int, kv_format: str) -> None:
+    """Scores and weighted sums. Over an int8 cache a sum's 16-bit probabilities cost two int8 products each."""
+    latent = 2 * sizes.kv_rank + sizes.rope + (sizes.kv_rank if kv_format == "int8" else 0)
+    kind = "int8" if kv_format == "int8" else "f32"
+    ops[kind] = ops.get(kind, 0) + 2 * n_keys * sizes.n_heads * latent
+
+
+def index_work(sizes: Sizes, context: int, kv_format: str = "bf16") -> Work:
     """One row of an indexer layer: every cached key scored, the best attended to."""
     layout = layout_of(sizes, "full")
     ops = layout.ops(1)
     chosen = min(sizes.index_topk, context + 1)
-    ops["f32"] += 2 * (context + 1) * sizes.index_heads * sizes.index_dim
-    ops["f32"] += 2 * chosen * sizes.n_heads * (2 * sizes.kv_rank + sizes.rope)
-    cache = ((context + 1) * sizes.index_dim + chosen * (sizes.kv_rank + sizes.rope)) * KV_ITEM
+    kind = "int8" if kv_format == "int8" else "f32"
+    ops[kind] = ops.get(kind, 0) + 2 * (context + 1) * sizes.index_heads * sizes.index_dim
+    _add_keys(ops, sizes, chosen, kv_format)
+    cache = (context + 1) * kv_row_bytes(kv_format, sizes.index_dim)
+    cache += chosen * kv_row_bytes(kv_format, sizes.kv_rank + sizes.rope)
     return Work(layout.n_bytes + cache + 2 * sizes.hidden * 4, ops)
 
 
@@ -177,7 +192,13 @@ def only_index(sizes: Sizes) -> Sizes:
 
 
 def _cases(
-    pool: Pool, family: str, kind: str, sizes: Sizes, works: list[tuple[int, int, str, Work]], cold_bytes: int
+    pool: Pool,
+    family: str,
+    kind: str,
+    sizes: Sizes,
+    works: list[tuple[int, int, str, Work]],
+    cold_bytes: int,
+    kv_format: str = "bf16",
 ) -> Generator[Case, None, None]:
     """One case per (context, rows, name, work), all on the same layers."""
     layer_bytes = layout_of(sizes, kind).n_bytes
@@ -185,32 +206,36 @@ def _cases(
     with Weights(n_layers * aligned(layer_bytes)) as weights:
         layers = [make_layer(sizes, kind, weights) for _ in range(n_layers)]
         for context, n_rows, name, work in works:
-            cache_bytes = (context + n_rows) * (sizes.kv_rank + sizes.rope) * KV_ITEM
-            if kind == "full":
-                cache_bytes = (context + n_rows) * sizes.index_dim * KV_ITEM
-            cache = Cache(sizes, kind, context, n_rows, 2 + cold_bytes // cache_bytes if n_rows == 1 else 1)
+            width = sizes.index_dim if kind == "full" else sizes.kv_rank + sizes.rope
+            cache_bytes = (context + n_rows) * kv_row_bytes(kv_format, width)
+            n_sequences = 2 + cold_bytes // cache_bytes if n_rows == 1 else 1
+            cache = Cache(sizes, kind, context, n_rows, n_sequences, kv_format)
             memory = (weights.buffer.array, cache.buffer.array)
             yield Case(family, name, work, AttentionCall(pool, sizes, layers, cache), memory)
             cache.close()
 
 
 def attention_cases(pool: Pool, sizes: Sizes, cold_bytes: int) -> Generator[Case, None, None]:
-    """Decode of whole layers, of the keys alone; prefill of the keys alone; the indexer."""
+    """Decode of whole layers; of the keys alone, prefill of the keys alone and the indexer, over both kinds of cache."""
     decode = [
         (context - 1, 1, f"1 row, {context} positions", attention_work(sizes, context - 1, 1))
         for context in sizes.decode_contexts
     ]
     yield from _cases(pool, "mla_decode", "none", sizes, decode, cold_bytes)
-    keys = only_keys(sizes)
-    alone = [
-        (context - 1, 1, f"1 row, {context} positions", attention_work(keys, context - 1, 1))
-        for context in sizes.decode_contexts
-    ]
-    yield from _cases(pool, "mla_keys", "none", keys, alone, cold_bytes)
-    n, context = sizes.prefill_rows, sizes.prefill_context
-    prefill = [(context, n, f"{n} rows behind {context}", attention_work(keys, context, n))]
-    yield from _cases(pool, "mla_prefill", "none", keys, prefill, cold_bytes)
-    index = only_index(sizes)
-    far = sizes.index_context
-    scored = [(far - 1, 1, f"1 row, best {sizes.index_topk} of {far}", index_work(index, far - 1))]
-    yield from _cases(pool, "indexer", "full", index, scored, cold_bytes)
+    keys, index = only_keys(sizes), only_index(sizes)
+    n, far = sizes.prefill_rows, sizes.index_context
+    for kv_format in ("bf16", "int8"):
+        of_cache = "" if kv_format == "bf16" else f", {kv_format} cache"
+        alone = [
+            (context - 1, 1, f"1 row, {context} positions{of_cache}", attention_work(keys, context - 1, 1, kv_format))
+            for context in sizes.decode_contexts
+        ]
+        yield from _cases(pool, "mla_keys", "none", keys, alone, cold_bytes, kv_format)
+        prefill = [
+            (context, n, f"{n} rows behind {context}{of_cache}", attention_work(keys, context, n, kv_format))
+            for context in (sizes.prefill_context, max(sizes.decode_contexts))
+        ]
+        yield from _cases(pool, "mla_prefill", "none", keys, prefill, cold_bytes, kv_format)
+        name = f"1 row, best {sizes.index_topk} of {far}{of_cache}"
+        scored = [(far - 1, 1, name, index_work(index, far - 1, kv_format))]
+        yield from _cases(pool, "indexer", "full", index, scored, cold_bytes, kv_format)
