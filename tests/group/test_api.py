@@ -231,6 +231,7 @@ def test_health_counts_are_current(http: httpx2.Client) -> None:
         return health["n_open"], health["n_running"], health["n_waiting"]
 
     assert counts() == (0, 0, 0)
+    n_seen_running = 0
     for _ in range(5):
         with http.stream(
             "POST", "/v1/completions", json=body_of("completions", "x", stream=True, ignore_eos=True)
@@ -239,8 +240,10 @@ def test_health_counts_are_current(http: httpx2.Client) -> None:
             next(line for line in lines if '"text":"' in line and '"seed"' not in line)
             seen = counts()
             assert seen in ((1, 1, 0), (0, 0, 0)), "it runs, or has ended since"
+            n_seen_running += seen == (1, 1, 0)
             assert list(lines)[-2] == "data: [DONE]"
         assert counts() == (0, 0, 0)
+    assert n_seen_running, "no answer was still running when it was asked for"
 
 
 def test_a_turn_of_chat_ends_with_the_marker_of_the_next(http: httpx2.Client) -> None:

@@ -235,6 +235,7 @@ def test_requests_that_come_while_the_router_starts_again_are_answered(survivor:
             sent.append(pool.submit(group.post, "/v1/completions", completion_body(PROMPT, 80)))
             time.sleep(0.06)
         answers = [future.result() for future in sent]
+    assert any(answer.status_code == 200 for answer in answers), "none of them was taken"
     for answer in answers:
         if answer.status_code == 503:
             assert answer.json()["error"]["code"] == "not_ready"
