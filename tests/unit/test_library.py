@@ -20,7 +20,9 @@ import sys
 from importlib import import_module
 from importlib.machinery import PathFinder
 sys.meta_path.insert(0, PathFinder)  # before the finder of an editable installation
-sys.path[:0] = sys.argv[1:3]
+sys.path.insert(0, sys.argv[2])
+import shared.run.first  # now, because it puts our packages first
+sys.path.insert(0, sys.argv[1])
 main = import_module(sys.argv[3]).main
 del sys.argv[1:4]
 main()
