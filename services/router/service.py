@@ -120,6 +120,7 @@ class RouterService(Service):
         first_step = (time.monotonic_ns() // 1_000_000) << 16
         drafting = Drafting(config.n_drafts, spec.vocab)
         self._flights = Flights(self._scheduler, drafting, first_step, time.monotonic_ns)
+        self._gathered_ns = 0
         if self._desk:
             ctx.set_stage("load tokenizer")
             self._desk.wait_loaded()
@@ -180,7 +181,9 @@ class RouterService(Service):
             self._flights.computed(msg.step, msg.n_faults)
             self._complete()
         elif isinstance(msg, DraftReady):
-            self._carry_out(self._flights.drafted(msg.step, msg.tokens))
+            with self._timer.stage(Stage.PLAN, self._spec.mtp_layer):  # the next step's, too
+                instructions = self._flights.drafted(msg.step, msg.tokens)
+            self._carry_out(instructions)
         elif isinstance(msg, Submit):
             self._on_submit(msg)
         elif isinstance(msg, Abort):
@@ -332,8 +335,11 @@ class RouterService(Service):
         kind = StepKind.DRAFT
         if isinstance(flight.plan, MainPlan):
             kind = StepKind.PREFILL if flight.plan.is_prefill else StepKind.DECODE
-        self._timer.record(Stage.STEP, kind, flight.start_ns, time.monotonic_ns(), flight.plan.n_rows)
+        # Gathering the rows of the step before lies between the steps, even when this one had been decided by then.
+        start_ns = max(flight.start_ns, self._gathered_ns)
+        self._timer.record(Stage.STEP, kind, start_ns, time.monotonic_ns(), flight.plan.n_rows)
         frame = self._place.frame(flight.frame)
         for idx, service in enumerate(SERVICES):
             rows = frame.stage_rows(service)
             self._trace.append(idx, rows[(rows["step"] >= flight.step) & (rows["step"] < flight.step + flight.n_steps)])
+        self._gathered_ns = time.monotonic_ns()

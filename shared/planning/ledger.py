@@ -46,11 +46,11 @@ _MIN_CONTEXT = 256
 _MIN_CHUNK = 16
 _TRACE_BYTES = 4 * MIB
 _PROCESS_BYTES = {
-    "gateway": 26 * MIB,
-    "router": 25 * MIB,
-    "attention": 22 * MIB,
-    "expert_io": 23 * MIB,
-    "drafter": 22 * MIB,
+    "gateway": 29 * MIB,
+    "router": 28 * MIB,
+    "attention": 25 * MIB,
+    "expert_io": 26 * MIB,
+    "drafter": 25 * MIB,
     GROUP: 46 * MIB,  # supervisor, its keeper and colibri-up
 }
 """Interpreter, libraries, sockets: proportional set sizes after some hundred requests, without what has a line of its own.

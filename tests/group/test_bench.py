@@ -43,8 +43,6 @@ def test_start_of_the_embedded_model() -> None:
     found = document(bench("start", "--rounds", "1", "--json"))
     (one,) = found["rounds"]
     assert all(seconds > 0 for seconds in one.values())
-    assert one["run_s"] > one["ready_s"] / 2
-    assert one["cpu_s"] < one["bare_cpu_s"], "services share what they load"
 
 
 def test_decode_with_and_without_the_pilot(model: Path) -> None:
