@@ -37,11 +37,11 @@ from shared.wire.bus import Bus, DataLinks
 from shared.wire.control_plane import ControlClient
 from shared.wire.endpoints import Endpoints
 from shared.wire.protocols import ControlBus
+from shared.wire.zeromq import LINGER_MS
 
 if TYPE_CHECKING:
     import asyncio
 
-LINGER_MS = 500
 LAST_WORDS_MS = 2000
 """How long a failed service tries to deliver its last message."""
 
