@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,7 @@ class Conversion:
             with ThreadPoolExecutor(n_threads) as pool:
                 self._ahead = Ahead(pool, self._make_expert, depth=n_threads + 1)
                 try:
-                    writer.write(self._make_dense, self._ahead.get, progress, self.witness)
+                    writer.write(self.make_dense, self._ahead.each, progress, self.witness)
                 finally:
                     self._ahead.cancel()
             self.checkpoint.require_unchanged()
@@ -349,6 +350,10 @@ class Conversion:
         values: F32 = self.checkpoint.rows(source.name, source.index, source.index + 1)[0]
         return np.ascontiguousarray(values[source.start :: source.step][: source.n_rows or None])
 
+    def make_dense(self, items: Sequence[DenseItem]) -> Iterator[Iterator[Any]]:
+        """The bytes of some items, in pieces: what a ``ContainerWriter`` wants."""
+        return map(self._make_dense, items)
+
     def _make_dense(self, item: DenseItem) -> Iterator[Any]:
         pieces = self.dense_pieces(item)
         try:
@@ -396,22 +401,26 @@ class Conversion:
 
 
 class Ahead:
-    """Makes the next experts of a layer in other threads while the caller writes this one."""
+    """Makes the next experts in other threads while the caller writes this one."""
 
     def __init__(self, pool: ThreadPoolExecutor, make: Callable[[tuple[ExpertFilePlan, int]], Any], depth: int) -> None:
         self._pool, self._make, self._depth = pool, make, depth
-        self._pending: dict[tuple[str, int], Any] = {}
+        self._pending: deque[Future[Any]] = deque()
 
-    def get(self, source: tuple[ExpertFilePlan, int]) -> list[Any]:
-        layer, expert = source
-        for ahead in range(expert, min(expert + self._depth, layer.n_experts)):
-            key = (layer.file, ahead)
-            if key not in self._pending:
-                self._pending[key] = self._pool.submit(self._make, (layer, ahead))
-        return [self._pending.pop((layer.file, expert)).result()]
+    def each(self, sources: Sequence[tuple[ExpertFilePlan, int]]) -> Iterator[list[Any]]:
+        """The record of each, in turn."""
+        left = iter(sources)
+        while True:
+            self._pending.extend(
+                self._pool.submit(self._make, source)
+                for source in itertools.islice(left, self._depth - len(self._pending))
+            )
+            if not self._pending:
+                return
+            yield [self._pending.popleft().result()]
 
     def cancel(self) -> None:
-        for future in self._pending.values():
+        for future in self._pending:
             future.cancel()
 
 

@@ -129,7 +129,7 @@ class Synthesis:
             with ThreadPoolExecutor(n_threads) as pool:
                 ahead = Ahead(pool, self._make_expert, depth=n_threads + 1)
                 try:
-                    writer.write(self._make_dense, ahead.get, progress)
+                    writer.write(lambda items: map(self._make_dense, items), ahead.each, progress)
                 finally:
                     ahead.cancel()
             writer.put_file("config.json", json.dumps(self.config, indent=1).encode() + b"\n")

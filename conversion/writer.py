@@ -1,20 +1,23 @@
 """Writes a container file by file: atomic, resumable, never over a finished one. Run by ``colibri convert`` and ``synth``.
 
 While work is in progress ``OUT/.unfinished/`` holds the identity of the work (``plan.json``) and, per file, a journal with
-one line per finished group of tensors: their checksums, and evidence of the bytes that they were made from. A file is written
-under ``NAME.partial``. On resume every group that the journal names is hashed again, and its source too unless that is the
-same untouched file; groups are kept as far as both agree. So whatever was torn, damaged or replaced costs no more than time.
+one line per finished group of tensors: which one, their checksums, and evidence of the bytes that they were made from. A file
+is written under ``NAME.partial``, its groups in any order: each has its place. On resume every group that the journal names is
+hashed again, and its source too unless that is the same untouched file; a group is kept where both agree. So whatever was torn,
+damaged or replaced costs no more than time.
 ``colibri.json`` comes last; then ``.unfinished`` goes away. A lock on the directory keeps a second writer out.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -43,8 +46,8 @@ from shared.locks import try_lock
 _SYNC_BYTES = 256 << 20
 _JOURNAL_LIMIT_BYTES = 256 << 20
 
-Produce = Callable[[Any], Iterable[Any]]
-"""Gives the bytes of one group's tensors, in order, in as many contiguous buffers as it likes."""
+Produce = Callable[[Sequence[Any]], Iterable[Iterable[Any]]]
+"""From the sources of some groups: for each in turn, the bytes of its tensors in as many contiguous buffers as it likes."""
 
 
 class Evidence(msgspec.Struct, frozen=True):
@@ -62,15 +65,18 @@ Witness = Callable[[Any, Evidence | None], Evidence]
 
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a journal: a finished group."""
+    """Of a journal: a finished group, by its number in the file."""
 
+    group: int
     checksums: tuple[str, ...]
     source: Evidence
 
 
-class _Group(msgspec.Struct, frozen=True):
-    """Tensors of one file that are produced together. ``source`` is what the caller's producer understands."""
+class Group(msgspec.Struct, frozen=True):
+    """Tensors of one file that are produced together. ``source``: a ``DenseItem``, or ``(ExpertFilePlan, expert)``."""
 
+    file: str
+    number: int
     source: Any
     tensors: tuple[Stored, ...]
 
@@ -89,7 +95,8 @@ class ContainerWriter:
         self.out, self.plan, self.identity = out, plan, identity
         self._state = out / STATE_DIR
         self._lock_fd = -1
-        self._lines: dict[str, list[_Line]] = {}
+        self._files = dict(_files_of(plan))
+        self._lines: dict[str, dict[int, _Line]] = {name: {} for name in self._files}
         self.groups_kept = 0
 
     def __enter__(self) -> ContainerWriter:
@@ -118,22 +125,24 @@ class ContainerWriter:
     def bytes_on_disk(self) -> int:
         """Bytes of the output that earlier runs left behind."""
         found = 0
-        for name, _ in self._files():
+        for name in self._files:
             for path in (self.out / name, self.out / f"{name}.partial"):
                 if path.is_file():
-                    found += path.stat().st_size
+                    stat = path.stat()
+                    found += min(stat.st_size, stat.st_blocks * 512)  # what was not written yet is a hole
         return found
 
-    def require_space(self) -> None:
-        """CapacityError when what is still to be written does not fit the file system."""
+    def require_space(self, beside: int = 0, what: str = "") -> None:
+        """CapacityError when what is still to be written does not fit the file system, with ``beside`` more bytes for ``what``."""
         # Headers, copied files and the index: a generous allowance, small beside any real model.
-        needed = self.bytes_total + sum(4096 + 200 * len(groups) for _, groups in self._files()) + (1 << 20)
-        left = needed - self.bytes_on_disk()
+        needed = self.bytes_total + sum(4096 + 200 * len(groups) for groups in self._files.values()) + (1 << 20)
+        left = needed - self.bytes_on_disk() + beside
         stat = os.statvfs(self.out)
         free = stat.f_bavail * stat.f_frsize
         if left > free:
+            parts = f"{needed:,} in all, and {beside:,} for {what}" if beside else f"{needed:,} in all"
             raise CapacityError(
-                f"{self.out} needs {left:,} more bytes ({needed:,} in all), the file system has {free:,} free. "
+                f"{self.out} needs {left:,} more bytes ({parts}), the file system has {free:,} free. "
                 f"Free {left - free:,} bytes, choose another directory, or a smaller precision."
             )
 
@@ -144,21 +153,47 @@ class ContainerWriter:
         progress: Callable[[int], None] = lambda _: None,
         witness: Witness = lambda _source, _earlier: Evidence(),
     ) -> None:
-        """Writes every file that is not there yet. Producers get a ``DenseItem``, or ``(ExpertFilePlan, expert)``.
+        """Writes everything that is not there yet, file by file.
 
         ``progress`` gets byte counts as they are done (kept ones included). ``witness``: not needed if the identity says all.
         """
-        for name, groups in self._files():
+        for name, groups in self._files.items():
+            self._resume_file(name, groups, progress, witness)
+            self.write_groups(self._missing(name), produce_dense, produce_expert, progress, witness)
+
+    def resume(self, progress: Callable[[int], None], witness: Witness) -> list[Group]:
+        """Looks through what earlier runs left; the groups that are still to be written. ``progress`` gets bytes that are kept."""
+        for name, groups in self._files.items():
+            self._resume_file(name, groups, progress, witness)
+        return [group for name in self._files for group in self._missing(name)]
+
+    def write_groups(
+        self,
+        groups: Sequence[Group],
+        produce_dense: Produce,
+        produce_expert: Produce,
+        progress: Callable[[int], None],
+        witness: Witness,
+    ) -> None:
+        """Writes some groups, those of a file one after the other; what it returns from is on the drive."""
+        for name, some in itertools.groupby(groups, lambda group: group.file):
             produce = produce_expert if name.startswith("experts-") else produce_dense
-            try:
-                self._lines[name] = self._write_file(name, groups, produce, progress, witness)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise ContainerError(f"{self.out / name} can't be written: {error.strerror}.") from None
-                raise CapacityError(
-                    f"No space left while writing {self.out / name} ({error.strerror}). What is finished is kept: "
-                    "free some space and run the same command again, it goes on from there."
-                ) from None
+            with self._told(name):
+                self._write_groups(name, list(some), produce, progress, witness)
+                self._finish_file(name)
+
+    @contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        """Errors of the file system as a sentence."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise ContainerError(f"{self.out / name} can't be written: {error.strerror}.") from None
+            raise CapacityError(
+                f"No space left while writing {self.out / name} ({error.strerror}). What is finished is kept: "
+                "free some space and run the same command again, it goes on from there."
+            ) from None
 
     def put_file(self, name: str, content: bytes) -> None:
         """Writes a small file atomically."""
@@ -176,15 +211,15 @@ class ContainerWriter:
         dense: dict[str, DenseRecord] = {}
         experts: dict[str, ExpertsRecord] = {}
         for file in self.plan.dense:
-            for item, line in zip(file.items, self._lines[file.file], strict=True):
+            for item, line in zip(file.items, self._lines_of(file.file), strict=True):
                 sums, source = line.checksums, line.source.digest or None
                 scale = sums[1] if len(sums) > 1 else None
                 dense[item.name] = DenseRecord(
                     file.file, item.format, item.role, item.shape, sums[0], item.stack, scale, source
                 )
         for layer in self.plan.experts:
-            lines = self._lines[layer.file]
-            stored = [tensor for _, group in self._expert_groups(layer.file) for tensor in group.tensors]
+            lines = self._lines_of(layer.file)
+            stored = [tensor for group in self._files[layer.file] for tensor in group.tensors]
             experts[str(layer.layer)] = ExpertsRecord(
                 layer.file,
                 layer.layout.format,
@@ -202,100 +237,110 @@ class ContainerWriter:
 
     # ---- files ----------------------------------------------------------------------------------------------------
 
-    def _files(self) -> Iterator[tuple[str, list[_Group]]]:
-        for dense in self.plan.dense:
-            yield dense.file, [_Group(item, item.stored) for item in dense.items]
-        for layer in self.plan.experts:
-            yield layer.file, [group for _, group in self._expert_groups(layer.file)]
+    def _lines_of(self, name: str) -> list[_Line]:
+        return [line for _, line in sorted(self._lines[name].items())]
 
-    def _expert_groups(self, file: str) -> Iterator[tuple[int, _Group]]:
-        layer = next(plan for plan in self.plan.experts if plan.file == file)
-        size = layer.layout.record_bytes
-        for expert in range(layer.n_experts):
-            yield expert, _Group((layer, expert), (Stored(layer.tensor_name(expert), "U8", (size,), size),))
+    def _missing(self, name: str) -> list[Group]:
+        return [group for group in self._files[name] if group.number not in self._lines[name]]
 
-    def _write_file(
-        self, name: str, groups: Sequence[_Group], produce: Produce, progress: Callable[[int], None], witness: Witness
-    ) -> list[_Line]:
-        final, partial, journal = self.out / name, self.out / f"{name}.partial", self._state / f"{name}.journal"
-        header = build_header([tensor for group in groups for tensor in group.tensors])
+    def _partial(self, name: str) -> Path:
+        return self.out / f"{name}.partial"
+
+    def _journal(self, name: str) -> Path:
+        return self._state / f"{name}.journal"
+
+    def _resume_file(
+        self, name: str, groups: Sequence[Group], progress: Callable[[int], None], witness: Witness
+    ) -> None:
+        final, partial, journal = self.out / name, self._partial(name), self._journal(name)
+        header = _header_of(groups)
         lines = _read_journal(journal)
-        if os.path.lexists(final):
-            os.replace(final, partial)  # looked through like every leftover
-        with os.fdopen(open_file(partial, os.O_RDWR | os.O_CREAT), "r+b") as file:
-            lines, at = self._verified_prefix(file, header, groups, lines, progress, witness)
-            self.groups_kept += len(lines)
-            _write_journal(journal, lines)
-            file.truncate(at)
-            file.seek(0)
-            file.write(header)
-            file.seek(at)
-            with open(journal, "ab") as log:
-                self._write_groups(file, log, at, groups[len(lines) :], lines, produce, progress, witness)
-            file.flush()
-            os.fsync(file.fileno())
-        put_in_place(partial, final)
-        return lines
+        with self._told(name):
+            if os.path.lexists(final):
+                os.replace(final, partial)  # looked through like every leftover
+            with os.fdopen(open_file(partial, os.O_RDWR | os.O_CREAT), "r+b") as file:
+                kept = self._verified(file, header, groups, lines, progress, witness)
+                self._lines[name] = {line.group: line for line in kept}
+                self.groups_kept += len(kept)
+                _write_journal(journal, kept)
+                file.truncate(len(header) + sum(group.n_bytes for group in groups))
+                file.seek(0)
+                file.write(header)
+            self._finish_file(name)
+
+    def _finish_file(self, name: str) -> None:
+        """Gives a file that has all of its groups its name."""
+        if self._lines[name].keys() == {group.number for group in self._files[name]}:
+            with os.fdopen(open_file(self._partial(name), os.O_RDWR), "r+b") as file:
+                os.fsync(file.fileno())
+            put_in_place(self._partial(name), self.out / name)
 
     def _write_groups(
         self,
-        file: BinaryIO,
-        log: BinaryIO,
-        at: int,
-        groups: Sequence[_Group],
-        lines: list[_Line],
+        name: str,
+        groups: Sequence[Group],
         produce: Produce,
         progress: Callable[[int], None],
         witness: Witness,
     ) -> None:
+        places = _places(self._files[name])
         unsynced = 0
-        for group in groups:
-            written = 0
-            for buffer in produce(group.source):
-                view = memoryview(buffer).cast("B")
-                file.write(view)
-                written += view.nbytes
-                progress(view.nbytes)
-            if written != group.n_bytes:
-                raise AssertionError(f"{group.tensors[0].name}: {written} bytes produced, {group.n_bytes} planned")
-            file.flush()
-            line = _Line(_checksums_in_file(file, at, group.tensors), witness(group.source, None))
-            at += written
-            unsynced += written
-            if unsynced >= _SYNC_BYTES:  # bounds what writeback has to do at once
-                os.fdatasync(file.fileno())
-                unsynced = 0
-            lines.append(line)
-            log.write(msgspec.json.encode(line) + b"\n")
-            log.flush()
-        os.fsync(log.fileno())
+        with (
+            os.fdopen(open_file(self._partial(name), os.O_RDWR), "r+b") as file,
+            open(self._journal(name), "ab") as log,
+        ):
+            made = iter(produce([group.source for group in groups]))
+            for group in groups:
+                at = places[group.number]
+                file.seek(at)
+                written = 0
+                for buffer in next(made):
+                    view = memoryview(buffer).cast("B")
+                    file.write(view)
+                    written += view.nbytes
+                    progress(view.nbytes)
+                if written != group.n_bytes:
+                    raise AssertionError(f"{group.tensors[0].name}: {written} bytes produced, {group.n_bytes} planned")
+                file.flush()
+                sums = _checksums_in_file(file, at, group.tensors)
+                line = _Line(group.number, sums, witness(group.source, None))
+                unsynced += written
+                if unsynced >= _SYNC_BYTES:  # bounds what writeback has to do at once
+                    os.fdatasync(file.fileno())
+                    unsynced = 0
+                self._lines[name][group.number] = line
+                log.write(msgspec.json.encode(line) + b"\n")
+                log.flush()
+            os.fdatasync(file.fileno())
+            os.fsync(log.fileno())
 
-    def _verified_prefix(
+    def _verified(
         self,
         file: BinaryIO,
         header: bytes,
-        groups: Sequence[_Group],
+        groups: Sequence[Group],
         lines: Sequence[_Line],
         progress: Callable[[int], None],
         witness: Witness,
-    ) -> tuple[list[_Line], int]:
-        """The groups of an earlier run that can be kept, with evidence of now, and where the next one starts."""
-        at = len(header)
+    ) -> list[_Line]:
+        """The groups of an earlier run that can be kept, with evidence of now."""
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         kept: list[_Line] = []
-        if not lines or file.read(at) != header:
-            return kept, at
-        for group, line in zip(groups, lines):
+        if not lines or file.read(len(header)) != header:
+            return kept
+        places = _places(groups)
+        last = {line.group: line for line in lines if 0 <= line.group < len(groups)}  # of two that say so the later
+        for number, line in sorted(last.items()):
+            group, at = groups[number], places[number]
             if at + group.n_bytes > size or _checksums_in_file(file, at, group.tensors) != line.checksums:
-                break
+                continue
             source = witness(group.source, line.source)
             if source.digest != line.source.digest:
-                break
-            kept.append(_Line(line.checksums, source))
-            at += group.n_bytes
+                continue
+            kept.append(_Line(number, line.checksums, source))
             progress(group.n_bytes)
-        return kept, at
+        return kept
 
     # ---- the directory --------------------------------------------------------------------------------------------
 
@@ -340,6 +385,30 @@ class ContainerWriter:
             replace_file(plan_path, encoded)
         except OSError as error:
             raise CapacityError(f"{plan_path} can't be written: {error.strerror}.") from None
+
+
+def _files_of(plan: ContainerPlan) -> Iterator[tuple[str, list[Group]]]:
+    """Every file with its groups, in the order in which they lie in it."""
+    for dense in plan.dense:
+        yield dense.file, [Group(dense.file, i, item, item.stored) for i, item in enumerate(dense.items)]
+    for layer in plan.experts:
+        size = layer.layout.record_bytes
+        yield (
+            layer.file,
+            [
+                Group(layer.file, e, (layer, e), (Stored(layer.tensor_name(e), "U8", (size,), size),))
+                for e in range(layer.n_experts)
+            ],
+        )
+
+
+def _header_of(groups: Sequence[Group]) -> bytes:
+    return build_header([tensor for group in groups for tensor in group.tensors])
+
+
+def _places(groups: Sequence[Group]) -> list[int]:
+    """Where each group begins in its file."""
+    return list(itertools.accumulate((group.n_bytes for group in groups[:-1]), initial=len(_header_of(groups))))
 
 
 def _plan_in(path: Path) -> bytes:
