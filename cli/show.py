@@ -18,6 +18,7 @@ from shared.steering import shown_line
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
 
 class Column(NamedTuple):
@@ -119,3 +120,50 @@ def progress(label: str, total: int, *, is_quiet: bool = False) -> Iterator[Call
     with Progress(*columns, console=_console(sys.stderr)) as bar:
         task = bar.add_task(shown_line(label), total=max(total, 1))
         yield lambda amount: bar.advance(task, amount)
+
+
+class Bars:
+    """Bars of bytes with rate and time left, one below the other, on a terminal's standard error; elsewhere nothing.
+
+    A context manager. Any thread may call what ``add`` gives.
+    """
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        if is_terminal(sys.stderr):
+            from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+            from rich.progress import Progress as RichProgress
+
+            self._progress = RichProgress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=_console(sys.stderr),
+                speed_estimate_period=120.0,
+            )
+
+    def add(self, label: str, total: int, done: int = 0) -> Callable[[int], None]:
+        """A bar of which ``done`` bytes were there before; what is called with each amount more."""
+        if self._progress is None:
+            return lambda _: None
+        shown = self._progress
+        task = shown.add_task(shown_line(label), total=max(total, 1), completed=done)
+        return lambda amount: shown.advance(task, amount)
+
+    def say(self, line: str) -> None:
+        """A line above the bars; where there are none, a line."""
+        if self._progress is None:
+            say(line)
+        else:
+            self._progress.console.print(shown_line(line))
+
+    def __enter__(self) -> Bars:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()

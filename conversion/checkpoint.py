@@ -28,7 +28,7 @@ from shared.errors import ContainerError, ShortRead
 from shared.files import open_file, read_file, strict_json
 
 FP8_BLOCK = 128
-_INDEX_FILE = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 FP4_GROUP = 32
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -76,31 +76,17 @@ class Checkpoint:
     def __init__(
         self,
         directory: Path,
-        tensors: dict[str, SourceTensor],
-        files: dict[str, str],
-        prefix: str,
-        states: dict[str, _FileState],
+        headers: dict[str, FileHeader],
+        weight_map: dict[str, str] | None = None,
+        states: dict[str, _FileState] | None = None,
     ) -> None:
-        self.directory, self.tensors, self.prefix = directory, tensors, prefix
-        self.files = files
-        """Shard -> bytes and a checksum of its tensor list; its content may differ all the same (``digest``)."""
-        self._states = states
-        self._settled_ns = time.time_ns() - _CLOCK_GRAIN_NS
-        self._fds: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    @staticmethod
-    def open(directory: Path) -> Checkpoint:
-        """ContainerError names the shard that is missing, truncated or malformed, or a tensor that is listed twice."""
-        names, weight_map = _shards(directory)
+        """From the headers of all shards. ContainerError names a tensor that is listed twice or nowhere."""
         tensors: dict[str, SourceTensor] = {}
-        files: dict[str, str] = {}
-        states: dict[str, _FileState] = {}
-        wanted = {file: name for name, file in reversed((weight_map or {}).items())}
-        for file in names:
-            header, states[file] = _read_shard(directory / file, wanted.get(file, ""))
+        self.files: dict[str, str] = {}
+        """Shard -> bytes and a checksum of its tensor list; its content may differ all the same (``digest``)."""
+        for file, header in headers.items():
             listing = json.dumps([[name, msgspec.to_builtins(entry)] for name, entry in sorted(header.tensors.items())])
-            files[file] = f"{header.file_bytes}:{checksum(listing.encode())}"
+            self.files[file] = f"{header.file_bytes}:{checksum(listing.encode())}"
             for name, entry in header.tensors.items():
                 if name in tensors:
                     raise ContainerError(
@@ -109,19 +95,33 @@ class Checkpoint:
                     )
                 if weight_map is not None and weight_map.get(name, file) != file:
                     raise ContainerError(
-                        f"{directory / _INDEX_FILE} says that {weight_map[name]} holds {name!r}, but it is in {file}. Copy the "
+                        f"{directory / INDEX_FILE} says that {weight_map[name]} holds {name!r}, but it is in {file}. Copy the "
                         "index and the shards again."
                     )
                 tensors[name] = SourceTensor(file, entry)
         for name, file in (weight_map or {}).items():
             if name not in tensors:
                 raise ContainerError(
-                    f"{directory / _INDEX_FILE} says that {file} holds {name!r}, but it does not. Copy both again."
+                    f"{directory / INDEX_FILE} says that {file} holds {name!r}, but it does not. Copy both again."
                 )
-        prefix = _common_prefix(tensors)
-        if prefix:
-            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-        return Checkpoint(directory, tensors, files, prefix, states)
+        self.directory = directory
+        self.prefix = _common_prefix(tensors)
+        self.tensors = {name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}
+        self._states = states or {}
+        self._settled_ns = time.time_ns() - _CLOCK_GRAIN_NS
+        self._fds: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def open(directory: Path) -> Checkpoint:
+        """ContainerError names the shard that is missing, truncated or malformed, or a tensor that is listed twice."""
+        names, weight_map = shards_of(directory, os.listdir(directory))
+        headers: dict[str, FileHeader] = {}
+        states: dict[str, _FileState] = {}
+        wanted = {file: name for name, file in reversed((weight_map or {}).items())}
+        for file in names:
+            headers[file], states[file] = _read_shard(directory / file, wanted.get(file, ""))
+        return Checkpoint(directory, headers, weight_map, states)
 
     # ---- is it still what was read? -------------------------------------------------------------------------------
 
@@ -300,12 +300,17 @@ class Checkpoint:
         file = self.tensors[name].file
         with self._lock:
             if file not in self._fds:
-                fd = open_file(self.directory / file)
-                if _FileState.of(os.fstat(fd)) != self._states[file]:
-                    os.close(fd)
-                    raise _has_changed(self.where(name))
-                self._fds[file] = fd
+                self._fds[file] = self._open_shard(name)
             return self._fds[file]
+
+    def _open_shard(self, name: str) -> int:
+        """The shard that holds a tensor, the same file as when its header was read."""
+        file = self.tensors[name].file
+        fd = open_file(self.directory / file)
+        if _FileState.of(os.fstat(fd)) != self._states[file]:
+            os.close(fd)
+            raise _has_changed(self.where(name))
+        return fd
 
     def where(self, name: str) -> str:
         """File and full name of a tensor, for complaints."""
@@ -333,11 +338,11 @@ def _has_changed(where: str) -> ContainerError:
     )
 
 
-def _shards(directory: Path) -> tuple[list[str], dict[str, str] | None]:
-    """Names of the shards, and the index's map of tensors when there is an index."""
-    path = directory / _INDEX_FILE
+def shards_of(directory: Path, names: Iterable[str]) -> tuple[list[str], dict[str, str] | None]:
+    """Of the files with these names, those that are shards; and the index's map of tensors when ``directory`` has an index."""
+    path = directory / INDEX_FILE
     if not os.path.lexists(path):
-        names = shard_names(os.listdir(directory))
+        names = shard_names(list(names))
         if not names:
             raise ContainerError(
                 f"{directory} holds no *.safetensors file. Give the directory of a downloaded checkpoint."

@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from conversion.checkpoint import BLOCKS_SUFFIX, SCALES_SUFFIX, Checkpoint
 from conversion.layouts import SCALE_SUFFIX, find_foreign
-from conversion.writer import ContainerWriter, Evidence
+from conversion.writer import ContainerWriter, Evidence, Produce
 from native.matrix import TILE_ROWS
 from shared.container.checksum import checksum
 from shared.container.format import (
@@ -77,15 +78,18 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 class Conversion:
     """One checkpoint and one precision: checked completely before anything is written.
 
-    ``has_mtp``: False leaves the MTP layer out, whatever config.json promises and the shards hold of one.
+    ``has_mtp``: False leaves the MTP layer out, whatever config.json promises and the shards hold of one. ``checkpoint``: of
+    shards that are not in ``source`` (a hub has them): copies of tensors are then left to the caller to compare.
     """
 
-    def __init__(self, source: Path, precision: str, *, has_mtp: bool = True) -> None:
+    def __init__(
+        self, source: Path, precision: str, *, has_mtp: bool = True, checkpoint: Checkpoint | None = None
+    ) -> None:
         if precision not in PRECISIONS:
             raise ConfigError(f"--precision must be one of {', '.join(PRECISIONS)}, found {precision!r}.")
         if (source / INDEX_NAME).exists():
             raise ContainerError(f"{source} is already a container; give the directory of the original checkpoint.")
-        if complaint := why_no_checkpoint(source):
+        if checkpoint is None and (complaint := why_no_checkpoint(source)):
             raise ContainerError(complaint)
         self.source, self.precision, self.has_mtp = source, precision, has_mtp
         self.spec = load_spec(source, has_mtp=has_mtp)
@@ -95,10 +99,15 @@ class Conversion:
         if not has_mtp:
             config = without_mtp(read_json(source / "config.json"))
             self.copied["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
-        self.checkpoint = Checkpoint.open(source)
+        self.checkpoint = checkpoint or Checkpoint.open(source)
         self._digests: dict[tuple[str, ...], str] = {}
+        self.copies: list[tuple[str, str]] = []
+        """Tensors that are left out because they equal another one: (copy, original)."""
         self._refuse_foreign_layouts()
         self._check_tensors()
+        if checkpoint is None:
+            for pair in self.copies:
+                self.require_equal(*pair)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -155,25 +164,39 @@ class Conversion:
             raise ContainerError("The output must be another directory than the checkpoint.")
         with ContainerWriter(out, self.plan, self.identity) as writer:
             writer.require_space()
-            with ThreadPoolExecutor(n_threads) as pool:
-                self._ahead = Ahead(pool, self._make_expert, depth=n_threads + 1)
-                try:
-                    writer.write(self.make_dense, self._ahead.each, progress, self.witness)
-                finally:
-                    self._ahead.cancel()
+            with self.making(n_threads) as make_experts:
+                writer.write(self.make_dense, make_experts, progress, self.witness)
             self.checkpoint.require_unchanged()
-            for name, data in self.copied.items():
-                writer.put_file(name, data)
-            arguments = {"precision": self.precision} | ({} if self.has_mtp else {"mtp": "left out"})
-            return writer.finish(self.spec.family, Converter(VERSION, arguments))
+            return self.finish(writer)
 
-    def witness(self, source: DenseItem | tuple[ExpertFilePlan, int], earlier: Evidence | None) -> Evidence:
-        """Of the checkpoint's bytes that an item or an expert is made from."""
+    @contextmanager
+    def making(self, n_threads: int) -> Iterator[Produce]:
+        """What makes experts for a ``ContainerWriter``, in threads of its own."""
+        with ThreadPoolExecutor(n_threads) as pool:
+            ahead = Ahead(pool, self._make_expert, depth=n_threads + 1)
+            try:
+                yield ahead.each
+            finally:
+                ahead.cancel()
+
+    def finish(self, writer: ContainerWriter) -> Index:
+        """Copies what lies beside the weights, and makes the container one."""
+        for name, data in self.copied.items():
+            writer.put_file(name, data)
+        arguments = {"precision": self.precision} | ({} if self.has_mtp else {"mtp": "left out"})
+        return writer.finish(self.spec.family, Converter(VERSION, arguments))
+
+    def names_of(self, source: DenseItem | tuple[ExpertFilePlan, int]) -> list[str]:
+        """The checkpoint's tensors that an item or an expert is made from, with their scales."""
         if isinstance(source, DenseItem):
             named = [self._source(source).name]
         else:
             named = [part.name for part in self._expert_sources(*source)]
-        names = [part for name in named for part in self.checkpoint.parts_of(name)]
+        return [part for name in named for part in self.checkpoint.parts_of(name)]
+
+    def witness(self, source: DenseItem | tuple[ExpertFilePlan, int], earlier: Evidence | None) -> Evidence:
+        """Of the checkpoint's bytes that an item or an expert is made from."""
+        names = self.names_of(source)
         state = self.checkpoint.state_of(names)
         if earlier and earlier.state and earlier.state == state:
             return earlier
@@ -262,7 +285,7 @@ class Conversion:
         return self.checkpoint.require(name, shape)
 
     def _check_copies(self, used: set[str]) -> None:
-        """Copies of the embedding and the head (in the MTP layer, or under tied weights) are dropped only when equal."""
+        """Copies of the embedding and the head (in the MTP layer, or under tied weights) are left out if they are equal."""
         spec = self.spec
         prefix = f"model.layers.{spec.mtp_layer}."
         embedding = source_name(spec.family, EMBEDDING)
@@ -279,18 +302,17 @@ class Conversion:
             if copy not in self.checkpoint or copy == original:
                 continue
             used.update(self.checkpoint.require(copy, (spec.vocab, spec.hidden)))
-            if not self._is_equal(copy, original):
-                raise ContainerError(
-                    f"{self.source}: {copy!r} differs from {original!r}; the container shares one matrix for both. "
-                    "A model whose MTP layer has an embedding or head of its own is not supported; --no-mtp leaves it out."
-                )
+            self.copies.append((copy, original))
 
-    def _is_equal(self, a: str, b: str) -> bool:
+    def require_equal(self, copy: str, original: str) -> None:
+        """ContainerError unless two tensors have the same values: the container has room for one of them."""
         n_rows = chunk_rows(self.spec.hidden)
-        return all(
-            np.array_equal(x, y)
-            for x, y in zip(self.checkpoint.row_chunks(a, n_rows), self.checkpoint.row_chunks(b, n_rows))
-        )
+        pieces = zip(self.checkpoint.row_chunks(copy, n_rows), self.checkpoint.row_chunks(original, n_rows))
+        if not all(np.array_equal(x, y) for x, y in pieces):
+            raise ContainerError(
+                f"{self.source}: {copy!r} differs from {original!r}; the container shares one matrix for both. "
+                "A model whose MTP layer has an embedding or head of its own is not supported; --no-mtp leaves it out."
+            )
 
     def _is_ignored(self, name: str) -> bool:
         """Tensors that the layer's attention says it has no use for, and buffers that are no weights."""

@@ -133,7 +133,7 @@ class ContainerWriter:
         return found
 
     def require_space(self, beside: int = 0, what: str = "") -> None:
-        """CapacityError when what is still to be written does not fit the file system, with ``beside`` more bytes for ``what``."""
+        """CapacityError when what is still to be written, and ``beside`` bytes for ``what``, do not fit the file system."""
         # Headers, copied files and the index: a generous allowance, small beside any real model.
         needed = self.bytes_total + sum(4096 + 200 * len(groups) for groups in self._files.values()) + (1 << 20)
         left = needed - self.bytes_on_disk() + beside
@@ -162,7 +162,7 @@ class ContainerWriter:
             self.write_groups(self._missing(name), produce_dense, produce_expert, progress, witness)
 
     def resume(self, progress: Callable[[int], None], witness: Witness) -> list[Group]:
-        """Looks through what earlier runs left; the groups that are still to be written. ``progress`` gets bytes that are kept."""
+        """Looks through what earlier runs left, of which ``progress`` gets the bytes; what is still to be written."""
         for name, groups in self._files.items():
             self._resume_file(name, groups, progress, witness)
         return [group for name in self._files for group in self._missing(name)]

@@ -8,6 +8,7 @@
       StoreError             reading weights failed while running
         ShortRead            fewer bytes than the index promises
         ChecksumMismatch     the bytes are not those that were written
+      DownloadError          a hub gives no answer, or other bytes than it promises
       Refused                a request is not accepted; carries what the HTTP answer needs
 
 ``native.errors.NativeError`` stands outside, because native imports nothing of ours. Messages are sentences: what was
@@ -118,6 +119,10 @@ class ShortRead(StoreError):
 
 class ChecksumMismatch(StoreError):
     """Bytes differ from those that were written."""
+
+
+class DownloadError(ColibriError):
+    """Nothing of use comes from a hub. Trying again later may help."""
 
 
 class Refused(ColibriError):

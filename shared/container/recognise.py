@@ -20,6 +20,11 @@ _GGUF = b"GGUF"
 _CONVERT = "colibri convert HF_DIR OUT"
 
 
+def is_hub_name(given: str) -> bool:
+    """Whether it is to be a model at a Hugging Face hub (``hf:ORG/NAME``); a directory of that name is ``./hf:...``."""
+    return given.startswith("hf:")
+
+
 def why_no_container(given: Path | str) -> str:
     """One sentence about a MODEL argument that has no ``colibri.json``: what it is, and which command to use."""
     path = Path(given)
@@ -100,8 +105,8 @@ def _about_no_directory(given: Path | str, path: Path, wanted: str) -> str:
     if match and not os.path.lexists(path) and not os.path.isdir(path.parent):
         name = match[1]
         return (
-            f"{text} is not a directory. If it is a model on the Hugging Face hub, download it: hf download {name} --local-dir "
-            "HF_DIR, then run: colibri convert HF_DIR OUT, and give OUT as MODEL."
+            f"{text} is not a directory. If it is a model on the Hugging Face hub, run: colibri convert hf:{name} OUT (it "
+            "fetches what it converts), and give OUT as MODEL."
         )
     if os.path.lexists(path):
         return f"{text} is not a directory. Give the directory of {wanted}."

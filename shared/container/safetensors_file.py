@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +70,28 @@ def read_header(path: Path, wanted: str = "") -> FileHeader:
 
 def header_of(fd: int, path: Path, wanted: str = "") -> FileHeader:
     """``read_header`` of an open file."""
+
+    def read(at: int, n_bytes: int) -> bytes:
+        found = b""
+        while len(found) < n_bytes and (piece := os.pread(fd, n_bytes - len(found), at + len(found))):
+            found += piece
+        return found
+
     try:
-        size = os.fstat(fd).st_size
-        prefix = os.pread(fd, 8, 0)
-        (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)
-        raw = b"" if length > min(size - 8, _HEADER_LIMIT) else _read(fd, length)
+        return header_from(read, os.fstat(fd).st_size, path, wanted)
     except OSError as error:
         raise ContainerError(f"{path} can't be read{_holding(wanted)}: {error.strerror}.") from None
+
+
+def header_from(read: Callable[[int, int], bytes], size: int, path: Path, wanted: str = "") -> FileHeader:
+    """``read_header`` of a file of ``size`` bytes, wherever it is: ``read(offset, n)`` gives up to n bytes of it."""
+    prefix = read(0, 8)
     if len(prefix) < 8:
         raise ContainerError(
             f"{path} is truncated{_holding(wanted)}: {size} bytes are no safetensors file. Copy the file again."
         )
+    (length,) = struct.unpack("<Q", prefix)
+    raw = b"" if length > min(size - 8, _HEADER_LIMIT) else read(8, length)
     if _HEADER_LIMIT < length <= size - 8:
         raise ContainerError(
             f"{path} has a header of {length:,} bytes{_holding(wanted)}, more than the {_HEADER_LIMIT:,} that are read. "
@@ -92,13 +103,6 @@ def header_of(fd: int, path: Path, wanted: str = "") -> FileHeader:
             f"file has {size:,}. Copy the file again."
         )
     return FileHeader(parse_header(raw, size - 8 - length, path, wanted), 8 + length, size)
-
-
-def _read(fd: int, n_bytes: int) -> bytes:
-    found = b""
-    while len(found) < n_bytes and (piece := os.pread(fd, n_bytes - len(found), 8 + len(found))):
-        found += piece
-    return found
 
 
 def parse_header(raw: bytes, data_bytes: int, path: Path, wanted: str = "") -> dict[str, TensorEntry]:

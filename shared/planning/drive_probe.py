@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import select
+import tempfile
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import NamedTuple
 from native.errors import NativeError
 from native.memory import HugeBuffer
 from native.reader import Reader, open_direct, uring_refusal
-from shared.container.entries import ExpertFile
+from shared.container.entries import Copy, ExpertFile
+from shared.container.format import expert_layout
 from shared.container.mirror import number_drives, total_rate
 from shared.container.reader import Container
 from shared.machine.drive import (
@@ -39,6 +41,7 @@ SMALL_MODEL_BYTES = 512 << 20
 N_ROUNDS = 8
 SAMPLE_S = 0.025
 """Six settings, eight rounds: 1.2 s. Many short rounds, so that a busy drive can't make a setting win by chance."""
+SCRATCH_BYTES = 512 << 20
 PATIENCE_S = 2.0
 """A busy drive may give nothing for longer than a sample; after this long without a byte its rate is 0."""
 
@@ -130,6 +133,38 @@ def drives_of(container: Container, folder: Path | None, *, may_write: bool, rep
     is_known = all(profile.ceiling for profile in profiles.values())
     together = total_rate(rates, container.shares(numbers)) if is_known else 0.0
     return Drives(profiles[min(profiles)], len(profiles), together)
+
+
+def rate_at(directory: Path, record_bytes: int, folder: Path | None, *, report: Report = lambda _: None) -> float:
+    """Bytes per second of reading records of this size in a directory that has none yet: kept from an earlier measurement, or
+    measured with a file of its own that is removed again (some seconds); 0 where that can't be done."""
+    try:
+        mount = mount_of(directory)
+        kept = (
+            load_kept(kept_path(folder, mount, record_bytes), mount, record_bytes, time.time())[0] if folder else None
+        )
+        if kept:
+            return kept.ceiling
+        if mount.is_memory or not record_bytes:
+            return 0.0
+        report(f"measuring the drive of {directory} with {SCRATCH_BYTES:,} bytes")
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".colibri-drive-") as scratch:
+            piece = random.randbytes(4 << 20)
+            n_records = max(SCRATCH_BYTES // record_bytes, 1)
+            for _ in range(-(-n_records * record_bytes // len(piece))):
+                scratch.write(piece)
+            scratch.flush()
+            os.fsync(scratch.fileno())
+            os.posix_fadvise(scratch.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            path = Path(scratch.name)
+            layout = expert_layout("f32", 1, 1)  # nobody looks into these records
+            file = ExpertFile(0, path.name, "f32", 0, record_bytes, n_records, (), layout, (Copy(path, 0),))
+            with DriveProbe(file) as probe:
+                profile = profile_of(probe.rates(), time.time())
+    except (OSError, NativeError) as error:
+        report(f"measuring failed: {error}")
+        return 0.0
+    return profile.ceiling if is_usable(profile) else 0.0
 
 
 class DriveProbe:

@@ -25,6 +25,8 @@ ONLY_IN = {
     "multiprocessing": set(),
     "pickle": set(),
     "supervisor": {"deploy/keeper.py"},
+    "huggingface_hub": {"conversion/hub.py"},
+    "httpx2": {"conversion/hub.py"},
 }
 """Module -> the files (or folders) that may import it."""
 
@@ -215,9 +217,10 @@ def test_engine_services_start_without_what_they_do_not_need(service: str) -> No
 
 def test_commands_start_without_what_only_a_terminal_or_a_tool_needs() -> None:
     found = loaded_by(
-        "import cli.main, cli.run, cli.chat, cli.plan, cli.ram, cli.doctor.command, deploy.up, deploy.launch"
+        "import cli.main, cli.run, cli.chat, cli.plan, cli.ram, cli.convert, cli.estimate, cli.doctor.command, "
+        "deploy.up, deploy.launch"
     )
-    assert not found & {"rich", "psutil", "pygments", "uvicorn", "starlette", "supervisor"}
+    assert not found & {"rich", "psutil", "pygments", "uvicorn", "starlette", "supervisor", "huggingface_hub"}
 
 
 def test_import_contracts_hold() -> None:

@@ -28,7 +28,7 @@ from shared.machine.drive import (
     size_class,
 )
 from shared.planning import drive_probe
-from shared.planning.drive_probe import DriveProbe, drive_profile, mount_of
+from shared.planning.drive_probe import DriveProbe, drive_profile, mount_of, rate_at
 
 FEW = ReadSetting("threads", True, 2, 4 << 20)
 MANY = ReadSetting("uring", True, 16, 1 << 20)
@@ -267,3 +267,28 @@ def test_a_user_without_a_home_keeps_nothing_and_is_no_fault(tmp_path: Path, mon
     assert drive_profile([file], kept_folder(), may_write=True).setting in (*CANDIDATES, DEFAULT)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert kept_folder() == tmp_path / "colibri" / "drives"
+
+
+def test_the_rate_where_no_model_is_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured with a file of its own that goes away again, kept by nobody; a kept rate is taken instead."""
+    rates = {DEFAULT: [2e9] * 8}
+    sizes = []
+
+    def measured(probe: DriveProbe) -> dict[ReadSetting, list[float]]:
+        sizes.append(probe._file.path.stat().st_size)
+        assert probe.sample(DEFAULT if DEFAULT in probe.settings else BUFFERED, 0.001) > 0
+        return rates
+
+    monkeypatch.setattr(drive_probe, "mount_of", lambda _: HERE)
+    monkeypatch.setattr(drive_probe, "SCRATCH_BYTES", 3 * MIB)
+    monkeypatch.setattr(DriveProbe, "rates", measured)
+    folder = tmp_path / "kept"
+    assert rate_at(tmp_path, MIB, folder) == 2e9
+    assert len(sizes) == 1 and sizes[0] >= 3 * MIB
+    assert list(tmp_path.iterdir()) == []
+    save_kept(kept_path(folder, HERE, MIB), HERE, MIB, profile_of({DEFAULT: [1e9] * 8}, drive_probe.time.time()))
+    assert rate_at(tmp_path, MIB, folder) == 1e9
+    assert len(sizes) == 1
+    complaints: list[str] = []
+    assert rate_at(tmp_path / "nowhere", MIB, None, report=complaints.append) == 0.0
+    assert "measuring failed" in complaints[-1]

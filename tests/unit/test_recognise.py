@@ -79,7 +79,7 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text:
     monkeypatch.chdir(tmp_path)
     for said in (why_no_container(text), why_no_checkpoint(text)):
         assert said is not None
-        assert f"hf download {name} --local-dir HF_DIR" in said and "colibri convert HF_DIR OUT" in said
+        assert f"run: colibri convert hf:{name} OUT" in said
 
 
 def test_a_checkpoint_is_checked_for_its_family_first(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_start_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for text in ("zai-org/GLM-5.2", "model.gguf", "~no-such-user/model"):
         with pytest.raises(ConfigError, match="is not a directory"):
             model_dir_of(Settings(model=text))
-    with pytest.raises(ConfigError, match=r"hf download zai-org/GLM-5\.2 "):
+    with pytest.raises(ConfigError, match=r"colibri convert hf:zai-org/GLM-5\.2 OUT"):
         model_dir_of(Settings(model="zai-org/GLM-5.2"))
 
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from cli.show import Column, Table, plain_lines, progress, show
+from cli.show import Bars, Column, Table, plain_lines, progress, show
 
 COLUMNS = (Column("stage", 12, False, "  "), Column("total", 8), Column("GB/s", 6))
 TABLE = Table(COLUMNS, [("read \x1b[2J", "1.5", ""), ("[red]sum[/red]", "2", "3")], n_sums=1)
@@ -94,3 +94,20 @@ def test_progress_gives_the_cursor_back_when_it_is_interrupted(monkeypatch: pyte
     with contextlib.suppress(KeyboardInterrupt), progress("copying", 4):
         raise KeyboardInterrupt
     assert terminal.getvalue().rfind("\x1b[?25h") > terminal.getvalue().rfind("\x1b[?25l")
+
+
+def test_bars_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two below each other on a terminal, with rates; elsewhere lines alone."""
+    for is_terminal in (False, True):
+        out, err = io.StringIO(), io.StringIO()
+        monkeypatch.setattr("sys.stdout", out)
+        monkeypatch.setattr("sys.stderr", err)
+        monkeypatch.setattr("cli.show.is_terminal", lambda _, found=is_terminal: found)
+        with Bars() as bars:
+            fetching, converting = bars.add("fetching", 4_000_000), bars.add("converting \x1b[2J", 100, done=50)
+            bars.say("fetched a\x1b[2J")
+            fetching(1_000_000)
+            converting(10)
+        assert "\x1b[2J" not in out.getvalue() + err.getvalue()
+        assert ("fetched a" in err.getvalue()) == is_terminal == ("1.0/4.0 MB" in err.getvalue())
+        assert ("fetched a" in out.getvalue()) != is_terminal
