@@ -8,7 +8,8 @@ import click
 
 from cli.options import PATH
 from cli.show import progress
-from conversion.synth import PRESETS, Synthesis, preset_config
+from conversion.presets import PRESETS, preset_config
+from conversion.synth import Synthesis
 from shared.container.format import DEFAULT_PRECISION, PRECISIONS
 from shared.run.terminal import say
 
@@ -16,7 +17,7 @@ from shared.run.terminal import say
 @click.command("synth")
 @click.argument("out", metavar="OUT", type=PATH)
 @click.option("--preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True, help="The sizes.")
-@click.option("--layers", type=click.IntRange(2, 4000), default=None, help="1 dense layer and the rest with experts.")
+@click.option("--layers", type=click.IntRange(2, 4000), default=None, help="Fewer than the model's, mostly MoE.")
 @click.option("--mtp/--no-mtp", default=False, show_default=True, help="Add the MTP layer.")
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), default=DEFAULT_PRECISION, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Same seed, same bytes.")

@@ -24,76 +24,6 @@ from shared.container.pack import F32, U8
 from shared.errors import ConfigError
 from shared.model.family import spec_of
 
-_GLM_5_2: Mapping[str, Any] = {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
-    "attention_bias": False,
-    "dtype": "bfloat16",
-    "eos_token_id": [154820, 154827, 154829],
-    "pad_token_id": 154820,
-    "first_k_dense_replace": 1,
-    "hidden_act": "silu",
-    "hidden_size": 6144,
-    "vocab_size": 154880,
-    "intermediate_size": 12288,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "q_lora_rank": 2048,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 256,
-    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
-    "rope_interleave": True,
-    "indexer_rope_interleave": True,
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-    "index_topk_freq": 4,
-    "index_skip_topk_offset": 3,
-    "index_topk_pattern": None,
-    "max_position_embeddings": 1048576,
-    "rms_norm_eps": 1e-05,
-    "tie_word_embeddings": False,
-}
-"""GLM-5.2 (one dense layer instead of three: a short model should mostly be MoE)."""
-
-_TINY: Mapping[str, Any] = {
-    **_GLM_5_2,
-    "eos_token_id": [1020, 1021, 1022],
-    "pad_token_id": 1020,
-    "hidden_size": 64,
-    "vocab_size": 1024,
-    "intermediate_size": 128,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    "index_n_heads": 4,
-    "index_head_dim": 32,
-    "index_topk": 8,
-    "max_position_embeddings": 2048,
-}
-
-PRESETS: Mapping[str, tuple[Mapping[str, Any], int]] = {"glm-5.2": (_GLM_5_2, 4), "tiny": (_TINY, 4)}
-"""Name -> (config.json, layers by default)."""
-
 _Q4_RMS = float(np.sqrt(np.mean(np.square(np.arange(-8, 8)))))
 _Q8_RMS = float(np.sqrt(np.mean(np.square(np.arange(-127, 128)))))
 
@@ -180,17 +110,6 @@ class Synthesis:
         biases = [np.float32(0.02) * rng.standard_normal(width, np.float32) for width in layout.bias_widths]
         record: U8 = expert_record(layer, matrices, biases)
         return record
-
-
-def preset_config(preset: str, n_layers: int = 0, has_mtp: bool = False) -> dict[str, Any]:
-    """config.json of a preset with another number of layers (0: the preset's own), with or without an MTP layer."""
-    if preset not in PRESETS:
-        raise ConfigError(f"--preset must be one of {', '.join(PRESETS)}, found {preset!r}.")
-    config, default_layers = PRESETS[preset]
-    n_layers = n_layers or default_layers
-    if n_layers < 2:
-        raise ConfigError(f"--layers {n_layers}: at least 2 are needed, one dense and one with experts.")
-    return {**config, "num_hidden_layers": n_layers, "num_nextn_predict_layers": int(has_mtp)}
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, int], gain: float) -> F32:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from conversion.synth import Synthesis, preset_config
+from conversion.presets import preset_config
+from conversion.synth import Synthesis
 from shared.container.format import ContainerPlan, DenseItem, ExpertFilePlan
 from shared.errors import ConfigError
 from shared.model.attention.latent import Latent

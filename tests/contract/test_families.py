@@ -12,7 +12,7 @@ from shared.model import family
 from tests.contract.test_imports import ROOT, sources
 from tests.oracle import DIRECTORY
 
-PRESETS = {"conversion/synth.py"}
+PRESETS = {"conversion/presets.py"}
 """Whole examples of config.json, which name their family."""
 
 

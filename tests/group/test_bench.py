@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from conversion.synth import Synthesis, preset_config
+from conversion.presets import preset_config
+from conversion.synth import Synthesis
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from conversion.synth import Synthesis, preset_config
+from conversion.presets import preset_config
+from conversion.synth import Synthesis
 from deploy.launch import make_plan
 from shared.model.kv_layout import blocks_for
 from shared.planning.ledger import Ledger

@@ -14,7 +14,8 @@ from bench.drive import DriveCeiling
 from bench.roofline import BenchError
 from bench.store import Delay, Rate, Records, Report, as_json, as_text
 from cli.main import cli
-from conversion.synth import Synthesis, preset_config
+from conversion.presets import preset_config
+from conversion.synth import Synthesis
 from shared.container.reader import Container
 from shared.machine.drive import DEFAULT
 

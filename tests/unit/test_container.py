@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from conversion.synth import Synthesis, preset_config
+from conversion.presets import preset_config
+from conversion.synth import Synthesis
 from native.matrix import ACT_F32, FORMATS, matrix, scale_bytes, weight_bytes
 from shared.container.format import PRECISIONS, expert_layout, plan_container, plan_facts
 from shared.container.pack import (

@@ -13,7 +13,8 @@ import pytest
 
 from conversion.checkpoint import Checkpoint
 from conversion.convert import Conversion
-from conversion.synth import Synthesis, preset_config
+from conversion.presets import preset_config
+from conversion.synth import Synthesis
 from shared.container.reader import Container, aligned_buffer
 from shared.errors import ColibriError, ConfigError
 from shared.model.family import spec_of

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 
 from cli.doctor import budget, command, drive, memory, pages, processor, tokenizer
 from cli.doctor.finding import Case
-from conversion.synth import Synthesis, preset_config
+from conversion.presets import preset_config
+from conversion.synth import Synthesis
 from shared.container.reader import Container
 from shared.machine.drive import BUFFERED, DEFAULT, DriveProfile, Mount, profile_of
 from shared.machine.memory_probe import MemoryProbe

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from conversion.synth import preset_config
+from conversion.presets import preset_config
 from shared.container.format import PRECISIONS, plan_container, plan_facts
 from shared.model.attention.kind import Attention, SequenceState
 from shared.model.family import spec_of

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from conversion.synth import preset_config
+from conversion.presets import preset_config
 from shared.container.format import PRECISIONS, Facts, plan_container, plan_facts
 from shared.errors import CapacityError, ConfigError
 from shared.machine.memory_probe import probe_memory

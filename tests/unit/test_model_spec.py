@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from conversion.synth import preset_config
+from conversion.presets import preset_config
 from shared.errors import ConfigError
 from shared.model.attention.grouped import Grouped
 from shared.model.family import load_spec, spec_of

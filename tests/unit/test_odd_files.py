@@ -12,8 +12,9 @@ from typing import cast
 import pytest
 
 from cli.options import write_result
+from conversion.presets import preset_config
 from conversion.staging import plan_staging, stage
-from conversion.synth import Synthesis, preset_config
+from conversion.synth import Synthesis
 from deploy import launch
 from deploy.launch import spawn_keeper
 from deploy.rundir import take_lock

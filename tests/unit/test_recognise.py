@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from conversion.convert import Conversion
-from conversion.synth import Synthesis, preset_config
+from conversion.presets import preset_config
+from conversion.synth import Synthesis
 from deploy.launch import make_plan, model_dir_of
 from shared.container.reader import Container
 from shared.container.recognise import shard_names, why_no_checkpoint, why_no_container

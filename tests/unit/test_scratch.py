@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conversion.synth import preset_config
+from conversion.presets import preset_config
 from native.kernels import ExpertJobs, ffn, ffn_forward
 from native.library import Pool
 from native.matrix import matrix, scale_bytes, weight_bytes

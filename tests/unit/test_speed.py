@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conversion.synth import preset_config
+from conversion.presets import preset_config
 from shared.container.format import PRECISIONS, Facts, plan_container, plan_facts
 from shared.model.family import spec_of
 from shared.model.spec import ModelSpec

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conversion.synth import Synthesis, preset_config
+from conversion.presets import preset_config
+from conversion.synth import Synthesis
 from native.library import NativeError
 from shared.container.reader import Container, aligned_buffer
 from shared.container.table import TableOnDisk, witness
