@@ -29,10 +29,11 @@ from bench.group import run_group
 from bench.limits import drop_cache
 from bench.measure import MIB
 from bench.peers import limited
+from bench.peers.architectures import SHAPES
 from bench.peers.engines import Engine, require_llama, run_llama
 from bench.peers.gguf_file import write_gguf
 from bench.peers.report import OURS, Comparison, Rates, as_json, as_text
-from bench.peers.shapes import HEAD_TYPES, SHAPES, make_model
+from bench.peers.shapes import HEAD_TYPES, make_model
 from bench.roofline import BenchError
 from native.library import Pool, default_threads
 from native.memory import HugeBuffer
@@ -55,8 +56,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--shape", choices=list(SHAPES), default="glm-5.2")
-    add("--layers", type=int, default=4, metavar="N")
-    add("--dense", type=int, default=1, metavar="N", help="of the layers: the first N have no experts")
+    add("--layers", type=int, default=0, metavar="N", help="0: as `colibri synth` has them")
+    add(
+        "--dense",
+        type=int,
+        metavar="N",
+        help="of the layers: the first N have no experts (default: 1 where there are such)",
+    )
     add("--dir", type=Path, required=True, help="where the two models are written, or found from an earlier run")
     add("--prompt", type=int, default=512, metavar="N", help="tokens of the prefill (default %(default)s)")
     add("--tokens", type=int, default=16, metavar="N", help="tokens of the decode (default %(default)s)")
@@ -99,7 +105,9 @@ class Run:
         self.options = options
         self.model = make_model(options.shape, options.layers, options.dense, options.head_type)
         self.n_threads: int = options.threads or default_threads()
-        stem = f"{options.shape}-{options.layers}-{options.dense}"
+        kinds = self.model.spec.layer_kinds
+        self.shape = f"{options.shape}, {len(kinds)} layers, {kinds.count('dense')} of them dense"
+        stem = f"{options.shape}-{len(kinds)}-{kinds.count('dense')}"
         self.gguf: Path = options.dir / f"{stem}-{options.head_type}.gguf"
         self.container: Path = options.dir / f"{stem}-container"
         self.log: Path = options.dir / "llama.log"
@@ -149,7 +157,7 @@ class Run:
         if len(rates) < 2:
             raise BenchError(f"llama.cpp ran with none of the settings {', '.join(modes)}; its words are in {self.log}")
         return Comparison(
-            shape=self._shape(),
+            shape=self.shape,
             head_type=self.options.head_type,
             n_threads=self.n_threads,
             n_prompt=self.options.prompt,
@@ -201,7 +209,7 @@ class Run:
             self.gguf, self.container, self.model.spec.vocab, self.n_threads, options.tokens, max(2, options.rounds),
             options.llama_python, self.log, private_dir,
         )  # fmt: skip
-        return limited.compare_limited(self._shape(), options.limits, setup, complain)
+        return limited.compare_limited(self.shape, options.limits, setup, complain)
 
     def report(self) -> tuple[dict[str, Any], str]:
         """(document, table) of the comparison that was asked for."""
@@ -210,9 +218,6 @@ class Run:
             return limited.as_json(found), limited.as_text(found)
         comparison = self.compare()
         return as_json(comparison), as_text(comparison)
-
-    def _shape(self) -> str:
-        return f"{self.options.shape}, {self.options.layers} layers, {self.options.dense} of them dense"
 
     def _llama_settings(self, mode: str) -> dict[str, Any]:
         options = self.options

@@ -13,61 +13,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bench.peers.architectures import OF_MODEL, SHAPES, Shape
 from conversion.presets import preset_config
 from conversion.synth import Synthesis
 from shared.container.format import ContainerPlan, DenseItem, ExpertFilePlan
 from shared.errors import ConfigError
-from shared.model.attention.latent import Latent
 from shared.model.spec import ModelSpec
 
-ARCHITECTURE = "glm-dsa"
 PRECISION = "int4"
 BLOCK_BYTES: Mapping[str, int] = {"Q4_0": 18, "Q8_0": 34}
 """Of 32 weights."""
 BLOCK = 32
 HEAD_TYPES = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
-
-_TINY: Mapping[str, Any] = {
-    "q_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "moe_intermediate_size": 64,
-    "index_head_dim": 64,
-    "max_position_embeddings": 4096,
-}
-"""GGUF's blocks hold 32 inputs, and llama.cpp rotates index keys of 64 or more: the preset's own tiny widths don't do."""
-
-SHAPES: Mapping[str, Mapping[str, Any]] = {"glm-5.2": {}, "tiny": _TINY}
-
-_OF_LAYER: Mapping[str, str] = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "self_attn.q_a_proj.weight": "attn_q_a.weight",
-    "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
-    "self_attn.q_b_proj.weight": "attn_q_b.weight",
-    "self_attn.kv_a_proj_with_mqa.weight": "attn_kv_a_mqa.weight",
-    "self_attn.kv_a_layernorm.weight": "attn_kv_a_norm.weight",
-    "self_attn.k_b.weight": "attn_k_b.weight",
-    "self_attn.v_b.weight": "attn_v_b.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "self_attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
-    "self_attn.indexer.wk.weight": "indexer.attn_k.weight",
-    "self_attn.indexer.weights_proj.weight": "indexer.proj.weight",
-    "self_attn.indexer.k_norm.weight": "indexer.k_norm.weight",
-    "self_attn.indexer.k_norm.bias": "indexer.k_norm.bias",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
-    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
-    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
-}
-_OF_MODEL: Mapping[str, str] = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 
 
 @dataclass(frozen=True)
@@ -120,33 +77,43 @@ class Model:
         return n_bytes * {"expert": self.spec.gate_k, "embed": 1}.get(role, n) // n
 
 
-def make_model(shape: str, n_layers: int, n_dense: int, head_type: str, seed: int = 0) -> Model:
-    """ConfigError when the numbers of layers or a width are impossible."""
+def make_model(shape: str, n_layers: int, n_dense: int | None, head_type: str, seed: int = 0) -> Model:
+    """``n_layers`` 0: the preset's. ``n_dense`` None: one where the family has dense layers, else none.
+
+    ConfigError when the numbers of layers or a width are impossible.
+    """
     if shape not in SHAPES:
         raise ConfigError(f"--shape must be one of {', '.join(SHAPES)}, found {shape!r}.")
-    if not 1 <= n_dense < n_layers:
-        raise ConfigError(f"--dense {n_dense} of --layers {n_layers}: at least one of each kind is needed.")
-    config = {**preset_config(shape, n_layers), **SHAPES[shape], "first_k_dense_replace": n_dense}
+    chosen = SHAPES[shape]
+    config = {**preset_config(shape, n_layers), **chosen.changes}
+    if chosen.has_dense:
+        n_dense, n_layers = 1 if n_dense is None else n_dense, config["num_hidden_layers"]
+        if not 1 <= n_dense < n_layers:
+            raise ConfigError(f"--dense {n_dense} of --layers {n_layers}: at least one of each kind is needed.")
+        config["first_k_dense_replace"] = n_dense
+    elif n_dense:
+        raise ConfigError(f"--dense {n_dense}: {shape} has no dense layers. Leave it out.")
     synthesis = Synthesis(config, PRECISION, seed)
-    return Model(synthesis, tuple(_tensors(synthesis.plan, HEAD_TYPES[head_type])), _metadata(synthesis.spec))
+    tensors = tuple(_tensors(synthesis.plan, chosen, HEAD_TYPES[head_type]))
+    return Model(synthesis, tensors, chosen.metadata(synthesis.spec))
 
 
-def _tensors(plan: ContainerPlan, head_type: str) -> Iterator[Tensor]:
+def _tensors(plan: ContainerPlan, shape: Shape, head_type: str) -> Iterator[Tensor]:
     for file in plan.dense:
         for item in file.items:
-            yield _dense(item, head_type)
+            yield _dense(item, shape, head_type)
     for layer in plan.experts:
         yield from _experts(layer)
 
 
-def _dense(item: DenseItem, head_type: str) -> Tensor:
-    stem, name = item.name, _OF_MODEL.get(item.name)
+def _dense(item: DenseItem, shape: Shape, head_type: str) -> Tensor:
+    stem, name = item.name, OF_MODEL.get(item.name)
     if name is None:
         layer, _, stem = item.name.removeprefix("model.layers.").partition(".")
-        name = f"blk.{layer}.{_OF_LAYER[stem]}"
+        name = f"blk.{layer}.{shape.of_layer[stem]}"
     kind = {"f32": "F32", "q4": "Q4_0", "q8": head_type}[item.format]
-    shape = (item.stack, *item.shape) if item.stack > 1 else item.shape
-    return _checked(Tensor(name, shape, kind, item.role))
+    size = (item.stack, *item.shape) if item.stack > 1 else item.shape
+    return _checked(Tensor(name, size, kind, item.role))
 
 
 def _experts(layer: ExpertFilePlan) -> Iterator[Tensor]:
@@ -159,46 +126,3 @@ def _checked(tensor: Tensor) -> Tensor:
     if tensor.type != "F32" and tensor.shape[-1] % BLOCK:
         raise ConfigError(f"{tensor.name}: {tensor.shape[-1]} inputs can't be cut into blocks of {BLOCK}.")
     return tensor
-
-
-def _metadata(spec: ModelSpec) -> dict[str, Any]:
-    """What llama.cpp needs to know of a glm-dsa model; the keys without prefix are below the architecture's name."""
-    layers = [layer for layer in spec.main_attention if isinstance(layer, Latent)]
-    mla, index = layers[0], layers[0].indexer
-    assert index is not None
-    own: dict[str, Any] = {
-        "block_count": spec.n_layers,
-        "context_length": spec.max_context,
-        "embedding_length": spec.hidden,
-        "feed_forward_length": spec.dense_inner,
-        "vocab_size": spec.vocab,
-        "leading_dense_block_count": spec.layer_kinds.count("dense"),
-        "expert_count": spec.n_experts,
-        "expert_used_count": spec.gate_k,
-        "expert_shared_count": spec.n_shared,
-        "expert_feed_forward_length": spec.expert_inner,
-        "expert_weights_scale": float(spec.gate.scaling),
-        "expert_weights_norm": spec.gate.norm_topk,
-        "expert_gating_func": 2,  # sigmoid
-        "rope.freq_base": float(mla.rope.theta),
-        "rope.dimension_count": mla.rope.dim,
-        "attention.head_count": mla.n_heads,
-        "attention.head_count_kv": 1,  # absorbed: all heads share one latent
-        "attention.layer_norm_rms_epsilon": float(spec.rms_eps),
-        "attention.q_lora_rank": mla.q_rank,
-        "attention.kv_lora_rank": mla.kv_rank,
-        "attention.key_length": mla.latent,
-        "attention.value_length": mla.kv_rank,
-        "attention.key_length_mla": mla.qk_head,
-        "attention.value_length_mla": mla.v_dim,
-        "attention.indexer.head_count": index.n_heads,
-        "attention.indexer.key_length": index.dim,
-        "attention.indexer.top_k": index.topk,
-        "attention.indexer.types": [int(layer.owns_indexer) for layer in layers],
-    }
-    return {
-        "general.architecture": ARCHITECTURE,
-        "general.name": "random weights",
-        "tokenizer.ggml.model": "no_vocab",
-        **{f"{ARCHITECTURE}.{key}": value for key, value in own.items()},
-    }

@@ -66,9 +66,30 @@ def test_a_four_bit_head_is_counted_as_such() -> None:
     assert equal.our_bytes_per_token == small.our_bytes_per_token
 
 
+def test_a_grouped_model_without_dense_layers() -> None:
+    """Qwen3-30B-A3B, counted by hand: 30.5 billion weights, 3.3 billion of them read for a token, the embedding's row aside."""
+    model = make_model("qwen3-30b-a3b", 0, None, "q8_0")
+    attention, expert = 2048 * (2 * 4096 + 2 * 512), 3 * 2048 * 768
+    exact = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
+    q4 = 48 * (attention + 128 * expert)
+    assert model.gguf_bytes == q4 * 18 // 32 + 2 * 151936 * 2048 * 34 // 32 + 4 * exact
+    read = 48 * (attention + 8 * expert)
+    assert model.peer_bytes_per_token == read * 18 // 32 + (151936 + 1) * 2048 * 34 // 32 + 4 * exact
+    assert {tensor.name for tensor in model.tensors if tensor.name.startswith("blk.47.")} == {
+        f"blk.47.{part}.weight"
+        for part in (
+            "attn_norm", "attn_q", "attn_k", "attn_v", "attn_q_norm", "attn_k_norm", "attn_output", "ffn_norm", "ffn_gate_inp",
+            "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps",
+        )
+    }  # fmt: skip
+    assert model.metadata["qwen3moe.attention.head_count_kv"] == 4
+    with pytest.raises(ConfigError, match="qwen3-30b-a3b has no dense layers"):
+        make_model("qwen3-30b-a3b", 0, 1, "q8_0")
+
+
 @pytest.mark.parametrize(("layers", "dense"), [(1, 1), (4, 0), (4, 4), (4, -1)])
 def test_impossible_numbers_of_layers_are_refused(layers: int, dense: int) -> None:
-    with pytest.raises(ConfigError, match="--dense"):
+    with pytest.raises(ConfigError, match="at least (one of each kind is|2 are) needed"):
         make_model("tiny", layers, dense, "q8_0")
 
 
