@@ -38,7 +38,7 @@ unsigned cb_cpu_isas(void)
         return isas;
     isas |= 1u << CB_ISA_AVX512VNNI;
     /* Linux gives a process its tile registers on request; threads that exist or come later are included. */
-    if ((d7 & HAS_TILES) != HAS_TILES || (saved & SAVES_TILES) != SAVES_TILES ||
+    if ((d7 & HAS_TILES) != HAS_TILES || !(c7 & bit_AVX512VBMI) || (saved & SAVES_TILES) != SAVES_TILES ||
         syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA))
         return isas;
     return isas | 1u << CB_ISA_AMX;

@@ -256,7 +256,7 @@ def expected_isas() -> list[str]:
             if "avx512_vnni" in flags:
                 isas.append("avx512vnni")
                 asked = ctypes.CDLL(None).syscall(158, 0x1023, 18)  # arch_prctl(ARCH_REQ_XCOMP_PERM, tile data)
-                if {"amx_tile", "amx_int8"} <= flags and asked == 0:
+                if {"amx_tile", "amx_int8", "avx512vbmi"} <= flags and asked == 0:
                     isas.append("amx")
     return isas
 

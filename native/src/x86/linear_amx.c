@@ -1,20 +1,22 @@
-/* linear_amx.c: int8 activations for many rows: one tile instruction is the exact product of a group, 16 rows by 16
+/* linear_amx.c: int8 activations for several rows: one tile instruction is the exact product of a group, 16 rows by 16
  * outputs by 64 inputs, because a row block's group (colibri.h, tile16) already lies as such an operand: 16 quads of
- * inputs, each with 16 outputs side by side. Few rows stay with the rung below.
+ * inputs, each with 16 outputs side by side. One to three rows stay with the rung below.
  *
- * How         128 rows of activations are copied, 16 groups at a time, into operands that lie one after another (rows
- *             of a tile need one stride; these have none, or one that costs a page each). Up to 16 row blocks pass over
- *             them; a block's weights are brought to signed bytes once per group for all rows. A unit is 4 groups by
- *             1 or 2 row tiles: its products go to memory, where the f32 sums of linear_ref.c take them one unit later,
- *             16 rows in 16 registers, so that the tile unit works meanwhile.
+ * How         Activations are copied into operands that lie one after another in the order in which they are used: a slice
+ *             of groups of up to 128 rows, the more groups the fewer rows. Row blocks pass over it; a block's weights are
+ *             brought to signed bytes once per group for all rows. A unit is 4 groups by 1 or 2 row tiles: its products go
+ *             to memory, where the f32 sums of linear_ref.c take them one unit later, 16 rows in 16 registers, so that the
+ *             tile unit works meanwhile. Weights are spread one unit early: a tile load waits for stores still under way.
+ * Bound       A group of 16 rows takes 24 + 3 * 16 vector operations, 16 cycles of the tile unit and 544 bytes of weights:
+ *             with few rows memory sets the speed, with many the sums do.
  * Room        300 KiB of stack, of which a call with few groups or rows touches little. */
 #include "tiles.h"
 
-#define LEAST_ROWS 16
+#define LEAST_ROWS 4
 #define GROUPS 4
-#define SLICE 16  /* groups */
-#define TILES 8   /* of 16 rows */
-#define BLOCKS 16 /* row blocks */
+#define TILES 8    /* of 16 rows */
+#define PIECES 128 /* of a slice: one group of one tile */
+#define AHEAD 4    /* units of weights that are asked for before they are needed */
 
 #ifndef CB_TILE_CONFIG /* gcc 12's _tile_loadconfig lets the compiler know of 8 of the 64 bytes only */
 #define CB_TILE_CONFIG(config) __asm__ volatile("ldtilecfg %0" : : "m"(config))
@@ -32,70 +34,126 @@ static const _Alignas(64) tile_config full_tiles = {
     .palette = 1, .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .n_rows = {16, 16, 16, 16, 16, 16, 16, 16}};
 
 typedef struct {
-    _Alignas(64) int8_t x[SLICE][TILES][16 * 64];
-    float x_scale[TILES][16][SLICE];
-    float acc[BLOCKS][TILES][16 * 16];
-    int8_t w[GROUPS][16 * 64];
+    _Alignas(64) int8_t x[PIECES][16 * 64]; /* by unit of groups, tile, group */
+    float x_scale[PIECES][16];
+    float acc[PIECES][16 * 16]; /* by row block, tile */
+    int8_t w[2][GROUPS][16 * 64]; /* of this unit and the next one */
     int32_t d[2][2][GROUPS][16 * 16]; /* of this unit and the one before, by tile */
 } room;
 
+/* Groups [g0, g0 + n_groups) of n_rows rows, packed, which row blocks [b0, b0 + n_blocks) pass over. */
+typedef struct {
+    const cb_matrix *m;
+    int64_t g0, b0;
+    int n_groups, n_rows, n_tiles, n_blocks;
+} slice;
+
+/* Weights of a unit: row block and first group, both counted within the slice. */
+typedef struct {
+    int block, g;
+} place;
+
 /* One step of the tile unit and, later, of the sums. */
 typedef struct {
-    int64_t b, g; /* row block of the matrix, first group of the slice */
-    int n_groups, tile, n_tiles, block;
+    place at;
+    int n_groups, tile, n_tiles;
 } unit;
 
-static void pack(room *k, const cb_matrix *m, const cb_rows *rows, int64_t r0, int n_rows, int64_t g0, int n_groups)
+static place after(const slice *s, place at)
 {
-    int64_t ng = cb_groups(m->in);
-    for (int r = 0; r < CB_CEIL(n_rows, 16) * 16; r++) {
-        int64_t source = r >= n_rows ? -1 : rows->in_index ? rows->in_index[r0 + r] : r0 + r;
-        __m512i v = _mm512_setzero_si512();
-        for (int g = 0; g < n_groups; g++) {
-            if (source >= 0)
-                v = _mm512_loadu_si512(rows->q + (source * ng + g0 + g) * 64);
-            _mm512_storeu_si512(k->x[g][r / 16] + r % 16 * 64, v);
+    at.g += GROUPS;
+    return at.g < s->n_groups ? at : (place){at.block + 1, 0};
+}
+
+static int groups_at(const slice *s, place at) { return CB_MIN(GROUPS, s->n_groups - at.g); }
+
+/* Index of a group among all groups of the matrix. */
+static int64_t group_of(const slice *s, place at) { return (s->b0 + at.block) * cb_groups(s->m->in) + s->g0 + at.g; }
+
+static int piece_of(const slice *s, int g, int tile) { return (g / GROUPS * s->n_tiles + tile) * GROUPS + g % GROUPS; }
+
+/* In the order in which the operands lie: along a row instead, lines 1 KiB apart would fight for the same places in the
+ * first-level cache. */
+static void pack(room *k, const slice *s, const cb_rows *rows, int64_t r0)
+{
+    int64_t ng = cb_groups(s->m->in);
+    for (int tile = 0; tile < s->n_tiles; tile++) {
+        const int8_t *q[16];
+        const float *scale[16];
+        int n = CB_MIN(16, s->n_rows - tile * 16);
+        for (int r = 0; r < n; r++) {
+            int64_t row = r0 + tile * 16 + r, at = (rows->in_index ? rows->in_index[row] : row) * ng + s->g0;
+            q[r] = rows->q + at * 64;
+            scale[r] = rows->scale + at;
         }
-        float *scale = k->x_scale[r / 16][r % 16];
-        if (source >= 0)
-            __builtin_memcpy(scale, rows->scale + source * ng + g0, (size_t)n_groups * sizeof *scale);
-        else
-            __builtin_memset(scale, 0, sizeof k->x_scale[0][0]);
+        for (int g = 0; g < s->n_groups; g++) {
+            int piece = piece_of(s, g, tile);
+            for (int r = 0; r < 16; r++) {
+                _mm512_storeu_si512(k->x[piece] + r * 64, r < n ? _mm512_loadu_si512(q[r] + g * 64) : _mm512_setzero_si512());
+                k->x_scale[piece][r] = r < n ? scale[r][g] : 0.0f;
+            }
+        }
     }
 }
 
-/* Weights as the tile unit takes them: s8, quads 0..15 of inputs. */
-CB_INLINE void expand(const int FORMAT, const cb_matrix *m, int64_t b, int64_t g, int8_t *to)
+/* ---- weights: s8, quads 0..15 of inputs ------------------------------------------------------------------------- */
+
+#define GROUP_BYTES(FORMAT) ((FORMAT) == CB_Q4 ? 512 : 1024)
+
+CB_INLINE void ask_for(const int FORMAT, const slice *s, place at)
 {
-    const uint8_t *w = (const uint8_t *)m->weight + (b * cb_groups(m->in) + g) * (FORMAT == CB_Q4 ? 512 : 1024);
-    const __m512i nibble = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8), sign = _mm512_set1_epi8((char)0x80);
-    for (int kq = 0; FORMAT == CB_Q8 && kq < 16; kq++)
-        _mm512_storeu_si512(to + kq * 64, _mm512_xor_si512(_mm512_loadu_si512(w + kq * 64), sign));
-    for (int kq = 0; FORMAT == CB_Q4 && kq < 8; kq++) {
-        __m512i v = _mm512_loadu_si512(w + kq * 64);
-        __m512i high = _mm512_and_si512(_mm512_srli_epi16(v, 4), nibble);
-        _mm512_storeu_si512(to + kq * 64, _mm512_sub_epi8(_mm512_and_si512(v, nibble), eight));
-        _mm512_storeu_si512(to + (kq + 8) * 64, _mm512_sub_epi8(high, eight));
+    if (at.block >= s->n_blocks)
+        return;
+    const char *w = (const char *)s->m->weight + group_of(s, at) * GROUP_BYTES(FORMAT);
+#pragma GCC unroll 8
+    for (int i = 0; i < GROUPS * GROUP_BYTES(FORMAT); i += 64)
+        _mm_prefetch(w + i, _MM_HINT_T0);
+    const char *scale = (const char *)s->m->scale + group_of(s, at) * 32;
+    for (int i = 0; FORMAT == CB_Q4 && i < GROUPS * 32; i += 64)
+        _mm_prefetch(scale + i, _MM_HINT_T0);
+}
+
+CB_INLINE void expand(const int FORMAT, const slice *s, place at, int8_t (*to)[16 * 64])
+{
+    const uint8_t *w = (const uint8_t *)s->m->weight + group_of(s, at) * GROUP_BYTES(FORMAT);
+    const __m512i sign = _mm512_set1_epi8((char)0x80);
+    /* A byte's value by its low four bits. The permutation looks at six, so the table repeats. */
+    const __m512i value = _mm512_set4_epi32(0x07060504, 0x03020100, (int)0xfffefdfcu, (int)0xfbfaf9f8u);
+    for (int i = 0; i < groups_at(s, at); i++, w += GROUP_BYTES(FORMAT)) {
+#pragma GCC unroll 8
+        for (int kq = 0; kq < 8; kq++) {
+            __m512i v = _mm512_loadu_si512(w + kq * 64);
+            if (FORMAT == CB_Q8) {
+                _mm512_storeu_si512(to[i] + kq * 64, _mm512_xor_si512(v, sign));
+                v = _mm512_loadu_si512(w + (kq + 8) * 64);
+                _mm512_storeu_si512(to[i] + (kq + 8) * 64, _mm512_xor_si512(v, sign));
+                continue;
+            }
+            _mm512_storeu_si512(to[i] + kq * 64, _mm512_permutexvar_epi8(v, value));
+            _mm512_storeu_si512(to[i] + (kq + 8) * 64, _mm512_permutexvar_epi8(_mm512_srli_epi16(v, 4), value));
+        }
     }
 }
 
-/* Tile registers are named by constants: W for weights, A0 A1 for activations, D0 D1 for products. */
+/* ---- products and sums --------------------------------------------------------------------------------------------- */
+
+/* Tile registers are named by constants: W for weights, 4 and 5 for activations, D0 D1 for products. */
 #define MULTIPLY_GROUP(W, D0, D1)                                                                                      \
     do {                                                                                                               \
-        _tile_loadd(W, k->w[g], 64);                                                                                   \
-        _tile_loadd(4, k->x[u->g + g][u->tile], 64);                                                                   \
+        _tile_loadd(W, w[g], 64);                                                                                      \
+        _tile_loadd(4, x[g], 64);                                                                                      \
         _tile_zero(D0);                                                                                                \
         _tile_dpbssd(D0, 4, W);                                                                                        \
         if (u->n_tiles == 2) {                                                                                         \
-            _tile_loadd(5, k->x[u->g + g][u->tile + 1], 64);                                                           \
+            _tile_loadd(5, x[g + GROUPS], 64);                                                                         \
             _tile_zero(D1);                                                                                            \
             _tile_dpbssd(D1, 5, W);                                                                                    \
-            _tile_stored(D1, k->d[half][1][g], 64);                                                                    \
+            _tile_stored(D1, d[1][g], 64);                                                                             \
         }                                                                                                              \
-        _tile_stored(D0, k->d[half][0][g], 64);                                                                        \
+        _tile_stored(D0, d[0][g], 64);                                                                                 \
     } while (0)
 
-static void multiply(room *k, const unit *u, int half)
+static void multiply(const unit *u, int8_t (*x)[16 * 64], int8_t (*w)[16 * 64], int32_t (*d)[GROUPS][16 * 16])
 {
     STORES_ARE_DONE();
     for (int g = 0; g < u->n_groups; g++) {
@@ -106,56 +164,72 @@ static void multiply(room *k, const unit *u, int half)
     }
 }
 
-/* s: f16 scales of the unit's first group (q4). */
-CB_INLINE void sum_up(const int FORMAT, room *k, const unit *u, int half, const uint16_t *s)
+/* ROWS of one tile; weight_scale: f16, of the unit's first group (q4). */
+CB_INLINE void sum_tile(const int FORMAT, const int ROWS, int n_groups, int32_t (*d)[16 * 16], float (*x_scale)[16],
+                        const uint16_t *weight_scale, float *sums)
 {
-    for (int t = 0; t < u->n_tiles; t++) {
-        float *sums = k->acc[u->block][u->tile + t];
-        __m512 acc[16];
+    __m512 acc[16];
 #pragma GCC unroll 16
-        for (int r = 0; r < 16; r++)
-            acc[r] = _mm512_loadu_ps(sums + r * 16);
-        for (int g = 0; g < u->n_groups; g++) {
-            const int32_t *d = k->d[half][t][g];
-            const float *x_scale = k->x_scale[u->tile + t][0] + u->g + g;
-            __m512 scale = _mm512_setzero_ps();
+    for (int r = 0; r < ROWS; r++)
+        acc[r] = _mm512_loadu_ps(sums + r * 16);
+    for (int g = 0; g < n_groups; g++) {
+        __m512 scale = _mm512_setzero_ps();
+        if (FORMAT == CB_Q4)
+            scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(weight_scale + g * 16)));
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; r++) {
+            __m512 both = _mm512_set1_ps(x_scale[g][r]);
             if (FORMAT == CB_Q4)
-                scale = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(s + g * 16)));
-#pragma GCC unroll 16
-            for (int r = 0; r < 16; r++) {
-                __m512 both = _mm512_set1_ps(x_scale[r * SLICE]);
-                if (FORMAT == CB_Q4)
-                    both = _mm512_mul_ps(scale, both);
-                acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(d + r * 16)), both, acc[r]);
-            }
+                both = _mm512_mul_ps(scale, both);
+            acc[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(d[g] + r * 16)), both, acc[r]);
         }
+    }
 #pragma GCC unroll 16
-        for (int r = 0; r < 16; r++)
-            _mm512_storeu_ps(sums + r * 16, acc[r]);
+    for (int r = 0; r < ROWS; r++)
+        _mm512_storeu_ps(sums + r * 16, acc[r]);
+}
+
+CB_INLINE void sum_up(const int FORMAT, room *k, const slice *s, const unit *u, int32_t (*d)[GROUPS][16 * 16])
+{
+    const uint16_t *scale = FORMAT == CB_Q4 && u->n_tiles ? (const uint16_t *)s->m->scale + group_of(s, u->at) * 16 : NULL;
+    for (int t = 0; t < u->n_tiles; t++) {
+        int tile = u->tile + t, n = s->n_rows - tile * 16;
+        float (*x_scale)[16] = k->x_scale + piece_of(s, u->at.g, tile), *sums = k->acc[u->at.block * s->n_tiles + tile];
+        if (n > 12)
+            sum_tile(FORMAT, 16, u->n_groups, d[t], x_scale, scale, sums);
+        else if (n > 8)
+            sum_tile(FORMAT, 12, u->n_groups, d[t], x_scale, scale, sums);
+        else if (n > 4)
+            sum_tile(FORMAT, 8, u->n_groups, d[t], x_scale, scale, sums);
+        else
+            sum_tile(FORMAT, 4, u->n_groups, d[t], x_scale, scale, sums);
     }
 }
 
-/* Groups [g0, g0 + n_groups), packed in k->x, times row blocks [b0, b0 + n_blocks). */
-CB_INLINE void slice(const int FORMAT, room *k, const cb_matrix *m, int64_t g0, int n_groups, int n_tiles, int64_t b0,
-                     int n_blocks)
+CB_INLINE void pass_over(const int FORMAT, room *k, const slice *s)
 {
-    int64_t ng = cb_groups(m->in);
     unit before = {.n_tiles = 0};
-    int half = 0;
-    for (int block = 0; block < n_blocks; block++) {
-        for (int g = 0; g < n_groups; g += GROUPS) {
-            int n = CB_MIN(GROUPS, n_groups - g);
-            for (int i = 0; i < n; i++)
-                expand(FORMAT, m, b0 + block, g0 + g + i, k->w[i]);
-            for (int tile = 0; tile < n_tiles; tile += 2, half ^= 1) {
-                unit u = {b0 + block, g, n, tile, CB_MIN(2, n_tiles - tile), block};
-                multiply(k, &u, half);
-                sum_up(FORMAT, k, &before, half ^ 1, (const uint16_t *)m->scale + (before.b * ng + g0 + before.g) * 16);
-                before = u;
-            }
+    place at = {0, 0}, far = at;
+    int half = 0, now = 0;
+    for (int i = 0; i < AHEAD; i++, far = after(s, far))
+        ask_for(FORMAT, s, far);
+    expand(FORMAT, s, at, k->w[now]);
+    while (at.block < s->n_blocks) {
+        place next = after(s, at);
+        ask_for(FORMAT, s, far);
+        if (next.block < s->n_blocks)
+            expand(FORMAT, s, next, k->w[now ^ 1]);
+        for (int tile = 0; tile < s->n_tiles; tile += 2, half ^= 1) {
+            unit u = {at, groups_at(s, at), tile, CB_MIN(2, s->n_tiles - tile)};
+            multiply(&u, k->x + piece_of(s, at.g, tile), k->w[now], k->d[half]);
+            sum_up(FORMAT, k, s, &before, k->d[half ^ 1]);
+            before = u;
         }
+        at = next;
+        far = after(s, far);
+        now ^= 1;
     }
-    sum_up(FORMAT, k, &before, half ^ 1, (const uint16_t *)m->scale + (before.b * ng + g0 + before.g) * 16);
+    sum_up(FORMAT, k, s, &before, k->d[half ^ 1]);
 }
 
 CB_INLINE void many_rows(const int FORMAT, const cb_matrix *m, const cb_rows *rows, int64_t b0, int64_t b1, float *y,
@@ -165,22 +239,24 @@ CB_INLINE void many_rows(const int FORMAT, const cb_matrix *m, const cb_rows *ro
     int64_t ng = cb_groups(m->in);
     CB_TILE_CONFIG(full_tiles);
     for (int64_t r0 = 0; r0 < rows->n_rows; r0 += TILES * 16) {
-        int n_rows = (int)CB_MIN(TILES * 16, rows->n_rows - r0), n_tiles = CB_CEIL(n_rows, 16);
-        for (int64_t b = b0; b < b1; b += BLOCKS) {
-            int n_blocks = (int)CB_MIN(BLOCKS, b1 - b);
-            __builtin_memset(k.acc, 0, (size_t)n_blocks * sizeof k.acc[0]);
-            for (int64_t g = 0; g < ng; g += SLICE) {
-                int n_groups = (int)CB_MIN(SLICE, ng - g);
-                pack(&k, m, rows, r0, n_rows, g, n_groups);
-                slice(FORMAT, &k, m, g, n_groups, n_tiles, b, n_blocks);
+        slice s = {.m = m, .n_rows = (int)CB_MIN(TILES * 16, rows->n_rows - r0)};
+        s.n_tiles = CB_CEIL(s.n_rows, 16);
+        int most_blocks = PIECES / s.n_tiles, most_groups = most_blocks / GROUPS * GROUPS;
+        for (s.b0 = b0; s.b0 < b1; s.b0 += s.n_blocks) {
+            s.n_blocks = (int)CB_MIN(most_blocks, b1 - s.b0);
+            __builtin_memset(k.acc, 0, (size_t)(s.n_blocks * s.n_tiles) * sizeof k.acc[0]);
+            for (s.g0 = 0; s.g0 < ng; s.g0 += s.n_groups) {
+                s.n_groups = (int)CB_MIN(most_groups, ng - s.g0);
+                pack(&k, &s, rows, r0);
+                pass_over(FORMAT, &k, &s);
             }
-            for (int i = 0; i < n_blocks; i++) {
-                for (int r = 0; FORMAT == CB_Q8 && r < n_rows; r++) {
-                    float *sums = k.acc[i][0] + r * 16;
-                    __m512 s = _mm512_loadu_ps((const float *)m->scale + (b + i) * 16);
-                    _mm512_storeu_ps(sums, _mm512_mul_ps(_mm512_loadu_ps(sums), s));
+            for (int i = 0; i < s.n_blocks; i++) {
+                float *sums = k.acc[i * s.n_tiles];
+                for (int r = 0; FORMAT == CB_Q8 && r < s.n_rows; r++) {
+                    __m512 scale = _mm512_loadu_ps((const float *)m->scale + (s.b0 + i) * 16);
+                    _mm512_storeu_ps(sums + r * 16, _mm512_mul_ps(_mm512_loadu_ps(sums + r * 16), scale));
                 }
-                cb_tile_store(m, rows, r0, n_rows, b + i, k.acc[i][0], y, ldy, add);
+                cb_tile_store(m, rows, r0, s.n_rows, s.b0 + i, sums, y, ldy, add);
             }
         }
     }

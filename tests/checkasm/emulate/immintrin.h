@@ -121,10 +121,17 @@ E_OP2(_mm512_sub_epi32, __m512i, 16, o.u32[l] = a.u32[l] - b.u32[l])
 E_OP2(_mm512_max_epi32, __m512i, 16, o.i32[l] = a.i32[l] > b.i32[l] ? a.i32[l] : b.i32[l])
 E_OP2(_mm512_add_epi16, __m512i, 32, o.u16[l] = (uint16_t)(a.u16[l] + b.u16[l]))
 E_OP2(_mm512_sub_epi8, __m512i, 64, o.u8[l] = (uint8_t)(a.u8[l] - b.u8[l]))
+E_OP2(_mm512_permutexvar_epi8, __m512i, 64, o.u8[l] = b.u8[a.u8[l] & 63])
 E_OP1(_mm512_abs_epi8, __m512i, 64, o.u8[l] = (uint8_t)(a.i8[l] < 0 ? -a.i8[l] : a.i8[l]))
 E_FN __m512i _mm512_set1_epi32(int32_t x) { __m512i o; E_EACH(16) o.i32[l] = x; return o; }
 E_FN __m512i _mm512_set1_epi16(int16_t x) { __m512i o; E_EACH(32) o.i16[l] = x; return o; }
 E_FN __m512i _mm512_set1_epi8(int8_t x) { __m512i o; E_EACH(64) o.i8[l] = x; return o; }
+E_FN __m512i _mm512_set4_epi32(int32_t d, int32_t c, int32_t b, int32_t a)
+{
+    __m512i o;
+    E_EACH(16) o.i32[l] = (int32_t[]){a, b, c, d}[l % 4];
+    return o;
+}
 E_FN __m512i _mm512_setzero_si512(void) { return _mm512_set1_epi32(0); }
 E_FN __m512i _mm512_loadu_si512(const void *p) { __m512i o; memcpy(&o, p, 64); return o; }
 E_FN void _mm512_storeu_si512(void *p, __m512i v) { memcpy(p, &v, 64); }
