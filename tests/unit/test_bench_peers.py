@@ -89,7 +89,7 @@ def test_a_grouped_model_without_dense_layers() -> None:
 
 @pytest.mark.parametrize(("layers", "dense"), [(1, 1), (4, 0), (4, 4), (4, -1)])
 def test_impossible_numbers_of_layers_are_refused(layers: int, dense: int) -> None:
-    with pytest.raises(ConfigError, match="at least (one of each kind is|2 are) needed"):
+    with pytest.raises(ConfigError, match=r"at least (one of each kind is|2 are) needed"):
         make_model("tiny", layers, dense, "q8_0")
 
 
