@@ -19,7 +19,9 @@ def test_the_tables_are_those_of_the_code() -> None:
     assert NUMBER.sub("0", stored) == NUMBER.sub("0", made), "python -m bench.models --write"
     for old, new in zip(NUMBER.findall(stored), NUMBER.findall(made), strict=True):
         # A MiB more in a line of the ledger is no reason to write the document anew.
-        assert float(old) == pytest.approx(float(new), rel=0.03, abs=0.011 if "." in new else 1), "python -m bench.models --write"
+        assert float(old) == pytest.approx(float(new), rel=0.03, abs=0.011 if "." in new else 1), (
+            "python -m bench.models --write"
+        )
 
 
 def test_writing_twice_changes_nothing() -> None:
