@@ -141,7 +141,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Report:
+class DecodeResults:
     model: str
     record_bytes: int
     n_tokens: int
@@ -159,7 +159,7 @@ class Report:
 
 def run_decode(
     setup: Setup, pilots: tuple[str, ...], n_tokens: int, n_rounds: int, say: Say = lambda _: None
-) -> Report:
+) -> DecodeResults:
     """With one setting a single group serves all rounds; with several each round starts a group of each, in turn.
 
     BenchError where a group does not start or a limit is impossible.
@@ -177,7 +177,7 @@ def run_decode(
             # Whoever goes first in one round goes last in the next, so that a drift of the drive hits both alike.
             for pilot in pilots if i % 2 == 0 else pilots[::-1]:
                 _visit(container, setup, pilot, settings[pilot], n_tokens, range(i, i + 1), say)
-    return Report(str(setup.model), record, n_tokens, settings)
+    return DecodeResults(str(setup.model), record, n_tokens, settings)
 
 
 def _visit(
@@ -222,7 +222,7 @@ def measure_round(
     return Round(n_later, reads, steps.moe_ns / steps.n_steps, steps.compute_ns / steps.n_steps)
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: DecodeResults) -> dict[str, Any]:
     """The document described above."""
     ratios = report.ratios
     return {
@@ -243,7 +243,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def as_text(report: Report) -> str:
+def as_text(report: DecodeResults) -> str:
     """The table, its setting above, the ratio below."""
     place = next(iter(report.settings.values())).place
     lines = [

@@ -41,7 +41,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Report:
+class KernelResults:
     """Everything one run found out."""
 
     machine: Machine
@@ -58,7 +58,7 @@ def run_kernels(
     is_quick: bool = False,
     size: str = "glm-5.2",
     progress: Callable[[str], None] = lambda _: None,
-) -> Report:
+) -> KernelResults:
     """Measures all families. `isa`: no rung above it; NativeError when the machine does not offer it.
 
     Takes about two minutes, or half a minute with `is_quick`, and about 1 GB of memory.
@@ -90,7 +90,7 @@ def run_kernels(
             meter.sample(KINDS)
         progress("sharing")
         sharing = measure_sharing(size, machine.n_threads, seconds, rounds, cold_bytes)
-        return Report(machine, size, meter.summary(), tuple(found), sharing)
+        return KernelResults(machine, size, meter.summary(), tuple(found), sharing)
     finally:
         isa_limit(before)
 

@@ -128,7 +128,7 @@ MEDIANS: Mapping[str, Callable[[Round], float]] = {
 
 
 @dataclass
-class Report:
+class PrefillResults:
     model: str
     record_bytes: int
     n_prompt: int
@@ -140,7 +140,7 @@ class Report:
         return all(not r.n_again for r in self.rounds)
 
 
-def run_prefill(setup: Setup, n_prompt: int, n_rounds: int, say: Say = lambda _: None) -> Report:
+def run_prefill(setup: Setup, n_prompt: int, n_rounds: int, say: Say = lambda _: None) -> PrefillResults:
     """One group, a different random prompt in each round. BenchError where it does not start or a limit is impossible."""
     if n_prompt < 1 or n_rounds < 1:
         raise BenchError("at least one token and one round are needed")
@@ -148,7 +148,7 @@ def run_prefill(setup: Setup, n_prompt: int, n_rounds: int, say: Say = lambda _:
     if n_prompt >= container.spec.max_context:
         raise BenchError(f"a prompt of {n_prompt} tokens: the model has room for {container.spec.max_context - 1}")
     setup = replace(setup, max_context=setup.max_context or n_prompt + 64)
-    report = Report(str(setup.model), middle_file(container).record_bytes, n_prompt)
+    report = PrefillResults(str(setup.model), middle_file(container).record_bytes, n_prompt)
     with cold_group(container, setup) as (group, limit), measuring(container, group) as (drive, watch):
         for i in range(n_rounds):
             found = measure_round(container, group, drive, watch, n_prompt, i)
@@ -189,7 +189,7 @@ def measure_round(
     )  # fmt: skip
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: PrefillResults) -> dict[str, Any]:
     """The document described above."""
     place = report.place
     return {
@@ -204,7 +204,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def as_text(report: Report) -> str:
+def as_text(report: PrefillResults) -> str:
     """The table, and loudly below it what must not be."""
     lines = [
         f"{report.model}; prompts of {report.n_prompt} tokens, experts of {report.record_bytes / 1e6:.1f} MB",

@@ -84,7 +84,7 @@ class Delay:
 
 
 @dataclass
-class Report:
+class StoreResults:
     model: str
     record_bytes: int
     n_files: int
@@ -225,7 +225,7 @@ def take(reader: Reader, timeout: float | None = None) -> list[ReadDone]:
     return found
 
 
-def run_store(model: Path, is_quick: bool = False, say: Say = lambda _: None) -> Report:
+def run_store(model: Path, is_quick: bool = False, say: Say = lambda _: None) -> StoreResults:
     """Ten seconds, or three with ``is_quick``. BenchError where the drive can't be read past the page cache."""
     container = Container.open(model)
     middle = middle_file(container)
@@ -233,7 +233,7 @@ def run_store(model: Path, is_quick: bool = False, say: Say = lambda _: None) ->
     with contextlib.suppress(OSError):
         drop_cache([file.path for file in files])
     profile = drive_profile(files, kept_folder(), may_write=False, report=say)
-    report = Report(str(model), max(file.record_bytes for file in files), len(files), profile.setting)
+    report = StoreResults(str(model), max(file.record_bytes for file in files), len(files), profile.setting)
     n_rounds, seconds = (2, 0.25) if is_quick else (5, 0.6)
     with DriveCeiling(middle.path, middle.record_bytes) as drive, Records(files, profile.setting) as records:
         for i in range(n_rounds):
@@ -248,7 +248,7 @@ def run_store(model: Path, is_quick: bool = False, say: Say = lambda _: None) ->
     return report
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: StoreResults) -> dict[str, Any]:
     """The document described above."""
     rates = {"gb_s": lambda r: r.rate / 1e9, "ceiling_gb_s": lambda r: r.ceiling / 1e9, "share": lambda r: r.share}
     delays = {name: (lambda d, name=name: d.as_json()[name]) for name in report.delays[0].as_json()}
@@ -266,7 +266,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def as_text(report: Report) -> str:
+def as_text(report: StoreResults) -> str:
     """Two tables."""
     return "\n".join(
         [

@@ -24,7 +24,7 @@ def command() -> None:
 
 @command.command("kernels")
 @click.option(
-    "--json", "as_document", is_flag=True, help="For programs: one JSON document (schema in bench/report.py)."
+    "--json", "as_document", is_flag=True, help="For programs: one JSON document (schema in bench/kernels_report.py)."
 )
 @click.option("--isa", type=click.Choice(ISAS), help="Use no instruction set above this one.")
 @click.option("--threads", "n_threads", type=click.IntRange(0, 256), default=0, show_default=True, metavar="N",
@@ -35,7 +35,7 @@ def command() -> None:
 def kernels(as_document: bool, isa: str | None, n_threads: int, quick: bool, size: str) -> None:
     """Time every kernel beside what memory and arithmetic of this machine allow, measured in the same run."""
     from bench.kernels import run_kernels
-    from bench.report import as_json, as_text
+    from bench.kernels_report import as_json, as_text
 
     try:
         report = run_kernels(isa, n_threads, quick, size, _progress)

@@ -58,15 +58,15 @@ def ledger(rows: Sequence[Sequence[str]], n_sums: int) -> Table:
     return Table(columns, rows, n_sums, has_head=False)
 
 
-Report = Sequence["str | Table"]
+Shown = Sequence["str | Table"]
 
 
-def plain_lines(report: Report) -> list[str]:
+def plain_lines(report: Shown) -> list[str]:
     """The report as it goes to a file or a pipe."""
     return [line for part in report for line in (part.lines() if isinstance(part, Table) else [part])]
 
 
-def show(report: Report) -> None:
+def show(report: Shown) -> None:
     """Writes a report to standard output."""
     if not is_terminal(sys.stdout):
         say("\n".join(plain_lines(report)))

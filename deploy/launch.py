@@ -55,7 +55,7 @@ class StartFailed(ColibriError):
 
 
 @dataclass
-class Plan:
+class StartPlan:
     """What a start would do."""
 
     config: GroupConfig
@@ -97,7 +97,9 @@ def claim_port(host: str, port: int) -> int:
     return port
 
 
-def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[str], None] = lambda _: None) -> Plan:
+def make_plan(
+    settings: Settings, run_dir: Path, port: int, report: Callable[[str], None] = lambda _: None
+) -> StartPlan:
     """Reads the model's description, shares out the memory and finds out how the drive is read fastest.
 
     ``report`` is told what takes a moment. What an earlier group kept warm for another model may go. Raises ContainerError,
@@ -175,7 +177,7 @@ def make_plan(settings: Settings, run_dir: Path, port: int, report: Callable[[st
         embedding_on_disk=ledger.embedding_on_disk,
     )
     notes = [*warm.notes, *([] if facts.has_tokenizer else [no_tokenizer(model_dir)])]
-    return Plan(config, container.spec, ledger, drives.n_drives, warm.adopts, notes)
+    return StartPlan(config, container.spec, ledger, drives.n_drives, warm.adopts, notes)
 
 
 def _drives(container: Container, settings: Settings, report: Callable[[str], None]) -> Drives:
@@ -191,7 +193,7 @@ def _path_or_none(text: str) -> str | None:
     return str(Path(os.path.expanduser(text)).absolute()) if text else None
 
 
-def create_segments(plan: Plan) -> None:
+def create_segments(plan: StartPlan) -> None:
     """All named memory of the group. Raises CapacityError; what was created by then is removed by ``clean_run``."""
     from shared.memory import segments
     from shared.model.kv_layout import group_kv
@@ -357,7 +359,7 @@ def gateway_serves(status: control.Status) -> bool:
         connection.close()
 
 
-def start(plan: Plan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupProcess:
+def start(plan: StartPlan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupProcess:
     """Creates segments and files, tells the keeper to start. Whatever fails, nothing but the keeper is left."""
     from shared.memory import warm_sets
     from shared.memory.segments import add_owner

@@ -63,7 +63,7 @@ class StageTotal:
 
 
 @dataclass(slots=True)
-class KindReport:
+class KindProfile:
     """All steps of one kind (decode, prefill, draft), or of all kinds together."""
 
     kind: str
@@ -125,9 +125,9 @@ class Facts:
 
 
 @dataclass(slots=True)
-class Report:
-    all: KindReport
-    kinds: dict[str, KindReport]
+class Profile:
+    all: KindProfile
+    kinds: dict[str, KindProfile]
     reads: Overlap
     layers: dict[tuple[int, str, str], int]
     """(layer, service, stage) -> attributed ns."""
@@ -171,35 +171,35 @@ def _rank(service: str, stage: int) -> int | None:
     return _ORDER.get(service)
 
 
-def analyse(rows: np.ndarray, facts: Facts | None = None) -> Report:
+def analyse(rows: np.ndarray, facts: Facts | None = None) -> Profile:
     """``rows``: fields start_ns, end_ns, bytes, step, stage, layer, service, in any order (``TraceRing``)."""
-    report = Report(KindReport("all"), {}, Overlap(), defaultdict(int), facts or Facts())
+    profile = Profile(KindProfile("all"), {}, Overlap(), defaultdict(int), facts or Facts())
     rows = rows[np.argsort(rows["start_ns"], kind="stable")]
     is_step = rows["stage"] == Stage.STEP
     is_read = rows["stage"] == Stage.IO_READ
-    _analyse_reads(rows[is_read], report.reads)
+    _analyse_reads(rows[is_read], profile.reads)
     windows = _windows(rows[is_step])
     work = rows[~is_step & ~is_read]
     for row in work[work["stage"] == Stage.UNION].tolist():
-        before = report.found.get(row[5], (0, 0, 0))
+        before = profile.found.get(row[5], (0, 0, 0))
         hits, late_hits, misses = unpack_found(row[2])
-        report.found[row[5]] = (before[0] + hits, before[1] + late_hits, before[2] + misses)
-    report.between_ns = sum(max(0, after[0] - before[1]) for before, after in itertools.pairwise(windows))
+        profile.found[row[5]] = (before[0] + hits, before[1] + late_hits, before[2] + misses)
+    profile.between_ns = sum(max(0, after[0] - before[1]) for before, after in itertools.pairwise(windows))
     starts = work["start_ns"]
     longest = int((work["end_ns"] - starts).max()) if len(work) else 0
     for begin, end, kind, n_rows in windows:
-        kind_report = report.kinds.setdefault(kind, KindReport(kind))
+        kind_report = profile.kinds.setdefault(kind, KindProfile(kind))
         low = int(np.searchsorted(starts, begin - longest, side="left"))
         high = int(np.searchsorted(starts, end, side="left"))
         block = work[low:high]
         block = block[block["end_ns"] > begin]
-        for target in (report.all, kind_report):
+        for target in (profile.all, kind_report):
             target.n_steps += 1
             target.n_rows += n_rows
             target.wall_ns += end - begin
             target.step_ns.append(end - begin)
-        _sweep(block, begin, end, (report.all, kind_report), report.layers)
-    return report
+        _sweep(block, begin, end, (profile.all, kind_report), profile.layers)
+    return profile
 
 
 def _windows(steps: np.ndarray) -> list[tuple[int, int, str, int]]:
@@ -215,7 +215,7 @@ def _windows(steps: np.ndarray) -> list[tuple[int, int, str, int]]:
 
 
 def _sweep(
-    block: np.ndarray, begin: int, end: int, targets: Sequence[KindReport], layers: dict[tuple[int, str, str], int]
+    block: np.ndarray, begin: int, end: int, targets: Sequence[KindProfile], layers: dict[tuple[int, str, str], int]
 ) -> None:
     """Attributes every instant between the first and the last row inside one window."""
     events: list[tuple[int, int, int, tuple[str, str, int]]] = []  # time, +1 or -1, rank, (service, stage, layer)
@@ -292,22 +292,22 @@ def _analyse_reads(reads: np.ndarray, overlap: Overlap) -> None:
         overlap.durations.append(end - start)
 
 
-def read_facts(report: Report) -> ReadFacts:
+def read_facts(profile: Profile) -> ReadFacts:
     return ReadFacts(
-        report.reads.n_reads,
-        report.reads.n_bytes,
-        report.reads.busy_ns,
-        report.all.wall_ns + report.between_ns,
-        report.facts.counter(EXPERT_IO, "misses"),
-        report.facts.counter(EXPERT_IO, "evictions"),
+        profile.reads.n_reads,
+        profile.reads.n_bytes,
+        profile.reads.busy_ns,
+        profile.all.wall_ns + profile.between_ns,
+        profile.facts.counter(EXPERT_IO, "misses"),
+        profile.facts.counter(EXPERT_IO, "evictions"),
     )
 
 
-def rates(report: Report) -> dict[str, float]:
+def rates(profile: Profile) -> dict[str, float]:
     """Tokens per second of prefill and decode by the steps' own time (0 where nothing ran)."""
-    prefill, decode, draft = (report.kinds.get(name) for name in ("prefill", "decode", "draft"))
+    prefill, decode, draft = (profile.kinds.get(name) for name in ("prefill", "decode", "draft"))
     decode_ns = (decode.wall_ns if decode else 0) + (draft.wall_ns if draft else 0)
-    n_tokens = report.facts.n_generated - 1 if report.facts.n_generated else report.facts.counter(ROUTER, "tokens")
+    n_tokens = profile.facts.n_generated - 1 if profile.facts.n_generated else profile.facts.counter(ROUTER, "tokens")
     if not n_tokens and decode:
         n_tokens = decode.n_rows
     return {
@@ -316,7 +316,7 @@ def rates(report: Report) -> dict[str, float]:
     }
 
 
-def sorted_totals(kind: KindReport) -> list[StageTotal]:
+def sorted_totals(kind: KindProfile) -> list[StageTotal]:
     return sorted(kind.totals.values(), key=lambda total: (-total.total_ns, -total.busy_ns, total.name))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cli.profile.analysis import Facts, Report, analyse
+from cli.profile.analysis import Facts, Profile, analyse
 from cli.profile.storage import StoreFacts
 from shared.awake import Countdown
 from shared.machine.processes import read_counts
@@ -68,7 +68,7 @@ class Profiler:
         self._thread = threading.Thread(target=self._collect, name="collect", daemon=True)
         self._thread.start()
 
-    def stop(self, answer: Answer | None = None) -> Report:
+    def stop(self, answer: Answer | None = None) -> Profile:
         """Waits until the last step has been written down, then analyses."""
         self._settle()
         self._end_thread()

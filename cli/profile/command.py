@@ -86,14 +86,14 @@ def command(
                 client = session.client if url is None else Client(url)
                 for _ in client.stream(path, body, answer):
                     pass
-            report = profiler.stop(answer)
+            profile = profiler.stop(answer)
             rows = profiler.rows
     if trace_path is not None and rows is not None:
         write_result(trace_path, json.dumps(chrome_trace(rows)))
     if is_json:
-        say_json({**as_json(report), **({"text": answer.text} if answer else {})})
+        say_json({**as_json(profile), **({"text": answer.text} if answer else {})})
         return 0
-    lines = parts_of(report, has_layers=per_layer)
+    lines = parts_of(profile, has_layers=per_layer)
     if answer is not None:
         shown = ascii(answer.text) if answer.text or not answer.token_ids else f"ids {answer.token_ids[:20]} ..."
         lines = [f"answer: {shown}", answer.summary(), "", *lines]

@@ -10,8 +10,8 @@ from cli.profile.analysis import (
     HOP,
     SLOW_HOP_NS,
     Facts,
-    KindReport,
-    Report,
+    KindProfile,
+    Profile,
     StageTotal,
     bytes_counted,
     io_difference,
@@ -43,14 +43,14 @@ _WORDS: Final[dict[str, tuple[str, str]]] = {
 """Group -> (what it is, the advice that goes with it)."""
 
 
-def verdict(report: Report) -> str:
+def verdict(profile: Profile) -> str:
     """One sentence that names the bottleneck."""
-    kind = report.kinds.get("decode") or report.all
+    kind = profile.kinds.get("decode") or profile.all
     if not kind.sum_ns:
         return "Nothing was computed while looking."
     groups, total = kind.group_ns(), kind.sum_ns
-    if kind.kind == "decode" and "draft" in report.kinds:
-        draft = report.kinds["draft"]
+    if kind.kind == "decode" and "draft" in profile.kinds:
+        draft = profile.kinds["draft"]
         groups = {name: ns + draft.group_ns()[name] for name, ns in groups.items()}
         total += draft.sum_ns
     name, ns = max(groups.items(), key=lambda item: item[1])
@@ -58,9 +58,9 @@ def verdict(report: Report) -> str:
     when = "decoding" if kind.kind == "decode" else "the time"
     text = f"Bottleneck: {what}, {ns / total:.0%} of {when}."
     if name == "storage":
-        reads, store = read_facts(report), report.facts.store
+        reads, store = read_facts(profile), profile.facts.store
         if reads.busy_ns:
-            text = text[:-1] + f" (reads ran at {rate_text(reads, store)}; {_hit_text(report.facts)})."
+            text = text[:-1] + f" (reads ran at {rate_text(reads, store)}; {_hit_text(profile.facts)})."
         advice = storage_advice(reads, store)
     if name == "hops":
         median = kind.totals["", HOP].percentile(50) if ("", HOP) in kind.totals else 0.0
@@ -76,10 +76,10 @@ def _hit_text(facts: Facts) -> str:
     return f"{hits / total:.0%} of the experts were there" if total else "no expert was asked for"
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(profile: Profile) -> dict[str, Any]:
     """The whole report as plain data; times in seconds."""
 
-    def kind_json(kind: KindReport) -> dict[str, Any]:
+    def kind_json(kind: KindProfile) -> dict[str, Any]:
         return {
             "n_steps": kind.n_steps,
             "n_rows": kind.n_rows,
@@ -91,21 +91,21 @@ def as_json(report: Report) -> dict[str, Any]:
             "rows": [_total_json(total, kind.sum_ns) for total in sorted_totals(kind)],
         }
 
-    facts = report.facts
-    reads = read_facts(report)
+    facts = profile.facts
+    reads = read_facts(profile)
     return {
-        **kind_json(report.all),
-        "kinds": {name: kind_json(kind) for name, kind in report.kinds.items()},
+        **kind_json(profile.all),
+        "kinds": {name: kind_json(kind) for name, kind in profile.kinds.items()},
         "reads": {
-            "n": report.reads.n_reads,
-            "bytes": report.reads.n_bytes,
-            "busy_s": report.reads.busy_ns / 1e9,
-            "gb_per_s": report.reads.gb_per_s,
+            "n": profile.reads.n_reads,
+            "bytes": profile.reads.n_bytes,
+            "busy_s": profile.reads.busy_ns / 1e9,
+            "gb_per_s": profile.reads.gb_per_s,
             "busy_share": reads.busy_share,
             "drive_gb_per_s": facts.store.drive_bytes_s / 1e9 or None,
             "of_ceiling": of_ceiling(reads, facts.store),
         },
-        "between_steps_s": report.between_ns / 1e9,
+        "between_steps_s": profile.between_ns / 1e9,
         "io": {
             "bytes_counted": bytes_counted(facts),
             "bytes_kernel": facts.kernel_read_bytes,
@@ -113,11 +113,11 @@ def as_json(report: Report) -> dict[str, Any]:
         },
         "layers": [
             {"layer": layer, "service": service, "stage": stage, "total_s": ns / 1e9}
-            for (layer, service, stage), ns in sorted(report.layers.items())
+            for (layer, service, stage), ns in sorted(profile.layers.items())
         ],
         "found": [
             {"layer": layer, "hits": hits, "late_hits": late_hits, "misses": misses}
-            for layer, (hits, late_hits, misses) in sorted(report.found.items())
+            for layer, (hits, late_hits, misses) in sorted(profile.found.items())
         ],
         "counters": {service: dict(cells) for service, cells in facts.counters.items()},
         "request": {
@@ -126,9 +126,9 @@ def as_json(report: Report) -> dict[str, Any]:
             "wall_s": facts.request_s,
             "first_token_s": facts.first_token_s,
         },
-        **rates(report),
+        **rates(profile),
         "n_lost": facts.n_lost,
-        "verdict": verdict(report),
+        "verdict": verdict(profile),
     }
 
 
@@ -147,26 +147,26 @@ def _total_json(total: StageTotal, sum_ns: int) -> dict[str, Any]:
     }
 
 
-def format_report(report: Report, *, has_layers: bool = False) -> list[str]:
+def format_report(profile: Profile, *, has_layers: bool = False) -> list[str]:
     """The report as lines of plain ASCII."""
-    return plain_lines(parts_of(report, has_layers=has_layers))
+    return plain_lines(parts_of(profile, has_layers=has_layers))
 
 
-def parts_of(report: Report, *, has_layers: bool = False) -> list[str | Table]:
+def parts_of(profile: Profile, *, has_layers: bool = False) -> list[str | Table]:
     """The report for ``show``."""
     parts: list[str | Table] = []
     known = ("prefill", "decode", "draft")
-    names = [name for name in (*known, *sorted(set(report.kinds) - {*known})) if name in report.kinds]
+    names = [name for name in (*known, *sorted(set(profile.kinds) - {*known})) if name in profile.kinds]
     for name in names:
-        parts += [*_format_kind(report.kinds[name]), ""]
+        parts += [*_format_kind(profile.kinds[name]), ""]
     if not names:
         parts += ["no step ran while looking", ""]
-    if has_layers and (layers := _format_layers(report)):
+    if has_layers and (layers := _format_layers(profile)):
         parts += [layers, ""]
-    return [*parts, *_format_facts(report), "", verdict(report)]
+    return [*parts, *_format_facts(profile), "", verdict(profile)]
 
 
-def _format_kind(kind: KindReport) -> list[str | Table]:
+def _format_kind(kind: KindProfile) -> list[str | Table]:
     rows = []
     for total in sorted_totals(kind):
         is_wait = not total.total_ns and total.stage.endswith("_wait")
@@ -192,25 +192,25 @@ def _format_kind(kind: KindReport) -> list[str | Table]:
     ]
 
 
-def _format_layers(report: Report) -> Table | None:
-    stages = sorted({(service, stage) for layer, service, stage in report.layers if layer != NO_LAYER})
+def _format_layers(profile: Profile) -> Table | None:
+    stages = sorted({(service, stage) for layer, service, stage in profile.layers if layer != NO_LAYER})
     if not stages:
         return None
     columns = [Column("layer", 7), *(Column(stage[:11], 12) for _, stage in stages)]
-    if report.found:
+    if profile.found:
         columns += [Column("hits", 9), Column("late", 7), Column("misses", 8)]
     rows = []
-    for layer in sorted({layer for layer, _, _ in report.layers if layer != NO_LAYER}):
-        cells = [report.layers.get((layer, service, stage), 0) for service, stage in stages]
-        found = map(str, report.found.get(layer, ()))
+    for layer in sorted({layer for layer, _, _ in profile.layers if layer != NO_LAYER}):
+        cells = [profile.layers.get((layer, service, stage), 0) for service, stage in stages]
+        found = map(str, profile.found.get(layer, ()))
         rows.append([str(layer), *(_time(ns) if ns else "" for ns in cells), *found])
     return Table(columns, rows)
 
 
-def _format_facts(report: Report) -> list[str]:
-    facts, reads = report.facts, report.reads
+def _format_facts(profile: Profile) -> list[str]:
+    facts, reads = profile.facts, profile.reads
     lines = []
-    speed = rates(report)
+    speed = rates(profile)
     lines.append(
         f"speed:   prefill {speed['prefill_tokens_per_s']:.2f} tokens/s, decode {speed['decode_tokens_per_s']:.2f} tokens/s"
         + (
@@ -219,8 +219,8 @@ def _format_facts(report: Report) -> list[str]:
             else ""
         )
     )
-    if report.all.n_steps > 1:
-        lines.append(f"between: {_time(report.between_ns)} between steps, in which no step was under way")
+    if profile.all.n_steps > 1:
+        lines.append(f"between: {_time(profile.between_ns)} between steps, in which no step was under way")
     hits, late, misses = (facts.counter(EXPERT_IO, name) for name in ("hits", "late_hits", "misses"))
     total = hits + late + misses
     if total:
@@ -233,7 +233,7 @@ def _format_facts(report: Report) -> list[str]:
         line = f"reads:   {_size(counted)} in {facts.counter(EXPERT_IO, 'reads')} reads"
         if reads.busy_ns:
             line += f", storage busy {_time(reads.busy_ns)}"
-            found = read_facts(report)
+            found = read_facts(profile)
             if found.span_ns:
                 line += f" ({found.busy_share:.0%} of the time)"
             line += f", {rate_text(found, facts.store)}"
@@ -262,20 +262,20 @@ def _format_facts(report: Report) -> list[str]:
         lines.append(f"ahead:   {ahead} experts read ahead for prompts, {useful} useful, {wasted} wasted")
     drafted, accepted = facts.counter(ROUTER, "drafts"), facts.counter(ROUTER, "accepted")
     if drafted:
-        lines.append(f"drafts:  {accepted} of {drafted} accepted ({accepted / drafted:.0%}){_draft_text(report)}")
+        lines.append(f"drafts:  {accepted} of {drafted} accepted ({accepted / drafted:.0%}){_draft_text(profile)}")
     if facts.n_lost:
         lines.append(f"lost:    {facts.n_lost} rows were overwritten before they could be read; totals are too small")
     return lines
 
 
-def _draft_text(report: Report) -> str:
+def _draft_text(profile: Profile) -> str:
     """What drafting costs and brings. A step that verifies drafts takes at least as long as one without them, so its time
     is an upper bound for a token without drafts."""
-    decode, draft = report.kinds.get("decode"), report.kinds.get("draft")
+    decode, draft = profile.kinds.get("decode"), profile.kinds.get("draft")
     if decode is None or draft is None or not decode.n_steps:
         return ""
     per_step = decode.wall_ns / decode.n_steps
-    per_token = (decode.wall_ns + draft.wall_ns) / (decode.n_steps + report.facts.counter(ROUTER, "accepted"))
+    per_token = (decode.wall_ns + draft.wall_ns) / (decode.n_steps + profile.facts.counter(ROUTER, "accepted"))
     share = draft.wall_ns / (decode.wall_ns + draft.wall_ns)
     return f"; drafting takes {share:.0%} of decoding: {_time(per_token)} a token, without drafts at most {_time(per_step)}"
 

@@ -45,7 +45,7 @@ SCRATCH_BYTES = 512 << 20
 PATIENCE_S = 2.0
 """A busy drive may give nothing for longer than a sample; after this long without a byte its rate is 0."""
 
-Report = Callable[[str], None]
+Say = Callable[[str], None]
 
 
 def mount_of(path: Path, mountinfo: Path = MOUNTINFO) -> Mount:
@@ -68,7 +68,7 @@ def drive_profile(
     *,
     may_write: bool,
     must_measure: bool = False,
-    report: Report = lambda _: None,
+    report: Say = lambda _: None,
 ) -> DriveProfile:
     """How to read these expert files: kept, measured now (about a second), or the default where that is no use.
 
@@ -119,7 +119,7 @@ class Drives(NamedTuple):
     """Of all together; 0: not all were measured."""
 
 
-def drives_of(container: Container, folder: Path | None, *, may_write: bool, report: Report = lambda _: None) -> Drives:
+def drives_of(container: Container, folder: Path | None, *, may_write: bool, report: Say = lambda _: None) -> Drives:
     """``drive_profile`` of each drive, and what they give together where copies lie on several."""
     numbers = number_drives(container.places)
     profiles: dict[int, DriveProfile] = {}

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from bench import measure
 from bench.attention import attention_work, keys_seen
 from bench.gqa import gqa_work
-from bench.kernels import Machine, Report
+from bench.kernels import KernelResults, Machine
+from bench.kernels_report import as_text
 from bench.measure import Case, Measurement, Meter, last_cache_bytes, limits_of
 from bench.products import expert_bytes, expert_cases
-from bench.report import as_text
 from bench.roofline import BenchError, Limits, Work, bound_of
 from bench.sharing import Sharing
 from bench.sizes import SIZES
@@ -159,7 +159,7 @@ def test_memory_is_touched_before_and_a_slow_first_touch_is_told() -> None:
     machine = Machine("a processor", 1, "ref", ("ref",), "", 1, 0.0)
     for first_touch, is_told in ((1.1, False), (4.5, True)):
         row = Measurement("head", "q8", work, 20.0, 3, limits, bound, 20.0, bound, first_touch)
-        text = as_text(Report(machine, "tiny", limits, (row,), Sharing({"experts": 1.0}, 1.0, 1)))
+        text = as_text(KernelResults(machine, "tiny", limits, (row,), Sharing({"experts": 1.0}, 1.0, 1)))
         assert ("took 4.5 times as long at first" in text) == is_told
 
 

@@ -186,11 +186,13 @@ def test_a_token_is_compared_with_the_longer_of_reading_and_computing() -> None:
 PLACE = Place(10, 100, 5_000_000_000, 2, 512, 8_000_000_000)
 
 
-def decode_report(*tokens_s: tuple[float, float]) -> decode.Report:
+def decode_report(*tokens_s: tuple[float, float]) -> decode.DecodeResults:
     def rounds(which: int) -> list[decode.Round]:
         return [decode.Round(4, reads(seconds=4 / pair[which]), 1e8, 1e8) for pair in tokens_s]
 
-    return decode.Report("m", 250, 4, {"on": decode.Setting(PLACE, rounds(0)), "off": decode.Setting(PLACE, rounds(1))})
+    return decode.DecodeResults(
+        "m", 250, 4, {"on": decode.Setting(PLACE, rounds(0)), "off": decode.Setting(PLACE, rounds(1))}
+    )
 
 
 def test_the_ratio_is_taken_round_by_round() -> None:
@@ -208,7 +210,7 @@ def test_the_ratio_is_taken_round_by_round() -> None:
 
 def test_one_setting_has_no_ratio() -> None:
     whole = decode_report((2.0, 1.0))
-    single = decode.Report("m", 250, 4, {"off": whole.settings["off"]})
+    single = decode.DecodeResults("m", 250, 4, {"off": whole.settings["off"]})
     assert single.ratios == []
     assert decode.as_json(single)["ratio"] is None
 
@@ -229,7 +231,7 @@ def test_a_prompt_is_compared_with_what_binds_it() -> None:
 )
 def test_what_is_read_again_in_a_layer_is_a_fault(n_reads: dict[int, int], n_wasted: int, n_again: int) -> None:
     """Fewer reads in another layer are no excuse; guesses thrown away are."""
-    report = prefill.Report("m", 250, 100, PLACE, [prompt_round(n_reads, n_wasted)])
+    report = prefill.PrefillResults("m", 250, 100, PLACE, [prompt_round(n_reads, n_wasted)])
     assert report.rounds[0].n_again == n_again
     assert report.is_read_once is (n_again == 0)
     assert ("FAULT" in prefill.as_text(report)) is (n_again > 0)

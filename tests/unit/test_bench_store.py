@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from bench.drive import DriveCeiling
 from bench.roofline import BenchError
-from bench.store import Delay, Rate, Records, Report, as_json, as_text
+from bench.store import Delay, Rate, Records, StoreResults, as_json, as_text
 from cli.main import cli
 from conversion.presets import preset_config
 from conversion.synth import Synthesis
@@ -77,7 +77,7 @@ def test_a_failed_read_is_no_rate(model: Path, tmp_path: Path) -> None:
 
 
 def test_shares_and_delays() -> None:
-    report = Report("m", 20_000_000, 6, DEFAULT)
+    report = StoreResults("m", 20_000_000, 6, DEFAULT)
     report.rates = {"plain": [Rate(1e9, 2e9), Rate(3e9, 4e9)], "checksums": [Rate(1e9, 4e9)]}
     report.delays = [Delay(0.010, 0.012, 0.008, 5e8)]
     document = as_json(report)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cli.profile.analysis import Facts, Report, analyse, rates
+from cli.profile.analysis import Facts, Profile, analyse, rates
 from cli.profile.report import as_json, format_report, verdict
 from cli.profile.storage import ReadFacts, StoreFacts, advice
 from cli.profile.trace import chrome_trace
@@ -275,7 +275,7 @@ def test_verdict_tells_slots_that_fill_from_slots_that_are_too_few() -> None:
     assert "More slots" in text(3)
 
 
-def storage_bound(n_bytes: int, **store: Any) -> Report:
+def storage_bound(n_bytes: int, **store: Any) -> Profile:
     """Four reads within 80 of 100 ms, nearly all of it waited for."""
     rows = [
         (ROUTER, Stage.STEP, StepKind.DECODE, 0, 100, 1),

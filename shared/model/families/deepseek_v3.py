@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from shared.errors import ConfigError
+from shared.model.attention.kind import Attention
 from shared.model.attention.latent import Indexer, Latent
 from shared.model.config_reader import ConfigReader
 from shared.model.gate import Gate
-from shared.model.inner import Inner
+from shared.model.mapping import hidden_of, moe_model, n_layers_of
 from shared.model.rope import Rope
 from shared.model.spec import ModelSpec
 
@@ -34,10 +35,7 @@ def latent_model(family: str, read: ConfigReader, indexers: Indexers) -> ModelSp
         ("moe_layer_freq", 1),
     ):
         read.only(key, allowed)
-    n_layers = read.integer("num_hidden_layers", high=4000)
-    hidden, vocab = read.integer("hidden_size", high=1 << 20), read.integer("vocab_size")
-    gate = noaux_gate(read)
-    n_mtp = read.n_mtp()
+    n_layers = n_layers_of(read)
     if "q_lora_rank" not in config:
         read.integer("q_lora_rank")
     nope, rope_dim = read.integer("qk_nope_head_dim", high=1 << 16), read.integer("qk_rope_head_dim", high=1 << 16)
@@ -47,10 +45,9 @@ def latent_model(family: str, read: ConfigReader, indexers: Indexers) -> ModelSp
     if declared is not None and declared != nope + rope_dim:
         raise read.complaint("qk_head_dim", f"qk_nope_head_dim + qk_rope_head_dim = {nope + rope_dim}", declared)
     rope = read.rope(rope_dim, is_interleaved=read.flag("rope_interleave", True))
-    layer_kinds = dense_or_moe(read, n_layers)
     rms_eps = read.number("rms_norm_eps", high=1.0)
     plain = Latent(
-        hidden=hidden,
+        hidden=hidden_of(read),
         rms_eps=rms_eps,
         n_heads=read.integer("num_attention_heads", high=1 << 16),
         q_rank=None if config["q_lora_rank"] is None else read.integer("q_lora_rank", high=1 << 20),
@@ -61,27 +58,23 @@ def latent_model(family: str, read: ConfigReader, indexers: Indexers) -> ModelSp
         softmax_scale=(nope + rope_dim) ** -0.5 * rope.score_factor,
         rope=rope.rope,
     )
-    by_layer = indexers(read, n_layers, rope.rope)[: n_layers + n_mtp]
+    by_layer = indexers(read, n_layers, rope.rope)[: n_layers + read.n_mtp()]
     # One description per distinct indexer: layers that are alike share it.
     alike = {indexer: with_indexer(plain, indexer) for indexer in by_layer}
-    return ModelSpec(
-        family=family,
-        n_layers=n_layers,
-        hidden=hidden,
-        vocab=vocab,
-        attention=tuple(alike[indexer] for indexer in by_layer),
-        layer_kinds=layer_kinds,
+    return noaux_model(family, read, [alike[indexer] for indexer in by_layer])
+
+
+def noaux_model(family: str, read: ConfigReader, attention: Sequence[Attention]) -> ModelSpec:
+    """DeepSeek-V3's structure around any kind of attention: first dense layers, a shared expert, its gate, an MTP layer."""
+    return moe_model(
+        family,
+        read,
+        attention,
+        noaux_gate(read),
+        layer_kinds=dense_or_moe(read, n_layers_of(read)),
         dense_inner=read.integer("intermediate_size"),
-        n_experts=gate.n_experts,
-        expert_inner=read.integer("moe_intermediate_size", high=1 << 20),
         n_shared=read.integer("n_shared_experts", high=256),
-        gate=gate,
-        inner=Inner(),
-        rms_eps=rms_eps,
-        n_mtp=n_mtp,
-        max_context=read.integer("max_position_embeddings", high=1 << 30),
-        eos_ids=read.end_ids(vocab),
-        tie_embeddings=read.flag("tie_word_embeddings", False),
+        n_mtp=read.n_mtp(),
     )
 
 

@@ -14,6 +14,7 @@ from shared.model.branch import DenseBranch
 from shared.model.config_reader import ConfigReader
 from shared.model.gate import Gate
 from shared.model.inner import Inner
+from shared.model.mapping import hidden_of, moe_model, n_layers_of
 from shared.model.rope import Rope
 from shared.model.spec import ModelSpec
 from shared.model.tensors import Source
@@ -36,29 +37,17 @@ def spec(read: ConfigReader) -> ModelSpec:
         ("use_double_wide_mlp", False),
     ):
         read.only(key, allowed)
-    n_layers = read.integer("num_hidden_layers", high=4000)
-    hidden, vocab = read.integer("hidden_size", high=1 << 20), read.integer("vocab_size")
+    hidden, inner = hidden_of(read), Inner(function="gelu")
+    rms_eps = read.number("rms_norm_eps", 1e-6, high=1.0)
     n_experts, k = read.routing("num_experts", "top_k_experts")
-    rms_eps, inner = read.number("rms_norm_eps", 1e-6, high=1.0), Inner(function="gelu")
     by_kind = {_SLIDING: _sliding(read, hidden, rms_eps), _FULL: _full(read, hidden, rms_eps)}
-    return ModelSpec(
-        family="gemma4",
-        n_layers=n_layers,
-        hidden=hidden,
-        vocab=vocab,
-        attention=tuple(by_kind[kind] for kind in _kinds(read, n_layers)),
-        layer_kinds=("moe",) * n_layers,
-        dense_inner=0,
-        n_experts=n_experts,
-        expert_inner=read.integer("moe_intermediate_size", high=1 << 20),
-        n_shared=0,
-        gate=Gate(n_experts=n_experts, k=k, scoring="softmax", norm_topk=True, has_expert_scale=True, norm_eps=rms_eps),
+    return moe_model(
+        "gemma4",
+        read,
+        [by_kind[kind] for kind in _kinds(read, n_layers_of(read))],
+        Gate(n_experts=n_experts, k=k, scoring="softmax", norm_topk=True, has_expert_scale=True, norm_eps=rms_eps),
         inner=inner,
-        rms_eps=rms_eps,
-        n_mtp=0,
-        max_context=read.integer("max_position_embeddings", high=1 << 30),
-        eos_ids=read.end_ids(vocab),
-        tie_embeddings=read.flag("tie_word_embeddings", True),
+        ties_embeddings=True,
         branch=DenseBranch(hidden=hidden, width=read.integer("intermediate_size"), inner=inner, rms_eps=rms_eps),
         embedding_scale=math.sqrt(hidden),
         logit_cap=0.0

@@ -4,55 +4,28 @@ from __future__ import annotations
 
 import msgspec
 
-from shared.model.attention.grouped import Grouped
 from shared.model.config_reader import ConfigReader
-from shared.model.gate import Gate
 from shared.model.inner import Inner
+from shared.model.mapping import grouped_attention, moe_model, n_layers_of, softmax_gate
 from shared.model.spec import ModelSpec
 from shared.model.tensors import Source
 
 
 def spec(read: ConfigReader) -> ModelSpec:
-    n_layers = read.integer("num_hidden_layers", high=4000)
-    hidden, vocab = read.integer("hidden_size", high=1 << 20), read.integer("vocab_size")
-    n_heads, n_kv_heads, head_dim = read.heads(hidden)
-    n_experts, k = read.routing("num_local_experts")
-    rms_eps = read.number("rms_norm_eps", 1e-5, high=1.0)
+    n_layers = n_layers_of(read)
     read.only("attention_bias", True)
     kinds = read.names("layer_types", n_layers, ("sliding_attention", "full_attention"))
     if kinds is None:
         kinds = tuple("full_attention" if layer % 2 else "sliding_attention" for layer in range(n_layers))
-    full = Grouped(
-        hidden=hidden,
-        rms_eps=rms_eps,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        softmax_scale=head_dim**-0.5,
-        rope=read.rope(read.turned(head_dim), is_interleaved=False).rope,
-        has_qkv_bias=True,
-        has_output_bias=True,
-        has_sinks=True,
-    )
+    full = grouped_attention(read, has_qkv_bias=True, has_output_bias=True, has_sinks=True)
     sliding = msgspec.structs.replace(full, window=read.integer("sliding_window", high=1 << 30))
-    return ModelSpec(
-        family="gpt_oss",
-        n_layers=n_layers,
-        hidden=hidden,
-        vocab=vocab,
-        attention=tuple(sliding if kind == "sliding_attention" else full for kind in kinds),
-        layer_kinds=("moe",) * n_layers,
-        dense_inner=0,
-        n_experts=n_experts,
-        expert_inner=read.integer("intermediate_size", high=1 << 20),
-        n_shared=0,
-        gate=Gate(n_experts=n_experts, k=k, scoring="softmax", norm_topk=True, has_logit_bias=True),
+    return moe_model(
+        "gpt_oss",
+        read,
+        [sliding if kind == "sliding_attention" else full for kind in kinds],
+        softmax_gate(read, "num_local_experts", norm_topk=True, has_logit_bias=True),
+        expert_key="intermediate_size",
         inner=Inner(function="swiglu", limit=read.number("swiglu_limit", 7.0, high=1e6), has_biases=True),
-        rms_eps=rms_eps,
-        n_mtp=0,
-        max_context=read.integer("max_position_embeddings", high=1 << 30),
-        eos_ids=read.end_ids(vocab),
-        tie_embeddings=read.flag("tie_word_embeddings", False),
     )
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from shared.model.attention.grouped import Grouped
 from shared.model.config_reader import ConfigReader
-from shared.model.gate import Gate
-from shared.model.inner import Inner
+from shared.model.mapping import grouped_attention, moe_model, softmax_gate
 from shared.model.spec import ModelSpec
 
 _OWN_NAMES = (
@@ -18,40 +16,10 @@ _OWN_NAMES = (
 
 def spec(read: ConfigReader) -> ModelSpec:
     read.only("hidden_act", "silu")
-    n_layers = read.integer("num_hidden_layers", high=4000)
-    hidden, vocab = read.integer("hidden_size", high=1 << 20), read.integer("vocab_size")
-    n_heads, n_kv_heads, head_dim = read.heads(hidden)
-    n_experts, k = read.routing("num_local_experts")
-    rms_eps = read.number("rms_norm_eps", 1e-5, high=1.0)
-    attention = Grouped(
-        hidden=hidden,
-        rms_eps=rms_eps,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        softmax_scale=head_dim**-0.5,
-        rope=read.rope(read.turned(head_dim), is_interleaved=False).rope,
-        window=0 if read.config.get("sliding_window") is None else read.integer("sliding_window", high=1 << 30),
-    )
-    return ModelSpec(
-        family="mixtral",
-        n_layers=n_layers,
-        hidden=hidden,
-        vocab=vocab,
-        attention=(attention,) * n_layers,
-        layer_kinds=("moe",) * n_layers,
-        dense_inner=0,
-        n_experts=n_experts,
-        expert_inner=read.integer("intermediate_size", high=1 << 20),
-        n_shared=0,
-        gate=Gate(n_experts=n_experts, k=k, scoring="softmax", norm_topk=True),
-        inner=Inner(),
-        rms_eps=rms_eps,
-        n_mtp=0,
-        max_context=read.integer("max_position_embeddings", high=1 << 30),
-        eos_ids=read.end_ids(vocab),
-        tie_embeddings=read.flag("tie_word_embeddings", False),
-    )
+    window = 0 if read.config.get("sliding_window") is None else read.integer("sliding_window", high=1 << 30)
+    attention = grouped_attention(read, window=window)
+    gate = softmax_gate(read, "num_local_experts", norm_topk=True)
+    return moe_model("mixtral", read, attention, gate, expert_key="intermediate_size")
 
 
 def source_name(name: str) -> str:

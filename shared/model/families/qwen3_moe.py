@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 from shared.errors import ConfigError
-from shared.model.attention.grouped import Grouped
 from shared.model.config_reader import ConfigReader
-from shared.model.gate import Gate
-from shared.model.inner import Inner
+from shared.model.mapping import grouped_attention, moe_model, n_layers_of, softmax_gate
 from shared.model.spec import ModelSpec
 
 
 def spec(read: ConfigReader) -> ModelSpec:
     read.only("hidden_act", "silu")
     read.only("use_sliding_window", False)
-    n_layers = read.integer("num_hidden_layers", high=4000)
-    hidden, vocab = read.integer("hidden_size", high=1 << 20), read.integer("vocab_size")
-    n_heads, n_kv_heads, head_dim = read.heads(hidden)
-    n_experts, k = read.routing("num_experts")
-    rms_eps = read.number("rms_norm_eps", 1e-6, high=1.0)
     has_bias = read.flag("attention_bias", False)
-    layer_kinds = _layer_kinds(read, n_layers)
-    attention = Grouped(
-        hidden=hidden,
-        rms_eps=rms_eps,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        softmax_scale=head_dim**-0.5,
-        rope=read.rope(read.turned(head_dim), is_interleaved=False).rope,
-        qk_norm="head",
-        has_qkv_bias=has_bias,
-        has_output_bias=has_bias,
+    attention = grouped_attention(
+        read, default_eps=1e-6, qk_norm="head", has_qkv_bias=has_bias, has_output_bias=has_bias
     )
-    return ModelSpec(
-        family="qwen3_moe",
-        n_layers=n_layers,
-        hidden=hidden,
-        vocab=vocab,
-        attention=(attention,) * n_layers,
+    layer_kinds = _layer_kinds(read, n_layers_of(read))
+    return moe_model(
+        "qwen3_moe",
+        read,
+        attention,
+        softmax_gate(read, "num_experts", norm_topk=read.flag("norm_topk_prob", False)),
         layer_kinds=layer_kinds,
         dense_inner=read.integer("intermediate_size") if "dense" in layer_kinds else 0,
-        n_experts=n_experts,
-        expert_inner=read.integer("moe_intermediate_size", high=1 << 20),
-        n_shared=0,
-        gate=Gate(n_experts=n_experts, k=k, scoring="softmax", norm_topk=read.flag("norm_topk_prob", False)),
-        inner=Inner(),
-        rms_eps=rms_eps,
-        n_mtp=0,
-        max_context=read.integer("max_position_embeddings", high=1 << 30),
-        eos_ids=read.end_ids(vocab),
-        tie_embeddings=read.flag("tie_word_embeddings", False),
     )
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.kernels import Machine, Report
+from bench.kernels import KernelResults, Machine
 from bench.measure import Measurement
 from bench.roofline import Limits
 from bench.sharing import Sharing
@@ -38,7 +38,7 @@ TAKEN_BACK = 2.0
 COLUMNS = ("family", "case", "µs", "GB/s", "GOP/s", "bound by", "share", "best", "of memory")
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: KernelResults) -> dict[str, Any]:
     """The document described above."""
     machine = report.machine
     return {
@@ -82,7 +82,7 @@ def _kernel_json(m: Measurement) -> dict[str, Any]:
     }
 
 
-def as_text(report: Report) -> str:
+def as_text(report: KernelResults) -> str:
     """The table, its limits above, doubts below."""
     machine, limits = report.machine, report.limits
     peaks = ", ".join(f"{kind} {rate / 1e9:,.0f} GOP/s" for kind, rate in sorted(limits.ops_s.items()))
@@ -133,7 +133,7 @@ def _sharing_line(sharing: Sharing) -> str:
     )
 
 
-def _doubts(report: Report) -> list[str]:
+def _doubts(report: KernelResults) -> list[str]:
     found = []
     if report.machine.load > DOUBTFUL_LOAD:
         found.append(
