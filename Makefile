@@ -38,11 +38,13 @@ $(KERNELS): $(NATIVE_SOURCES) | $(STAMP)
 run: $(STAMP) $(KERNELS) ## start the group on the embedded model, let it answer, show where the time went, stop
 	@$(VENV)/bin/colibri run --profile --run-dir .run $(if $(MODEL),--model "$(MODEL)") --max-tokens 300 "$(PROMPT)"
 
-# Tests without process groups share the processors; groups have the machine to themselves, one after the other.
+# Tests without process groups share the processors. Groups mostly wait (for starts, deaths, silence), so two run side by side;
+# those whose memory or time is measured have the machine to themselves.
 test: $(STAMP) $(KERNELS) ## all tests; TESTS="..." runs only those
 ifeq ($(TESTS),)
 	@$(PY) -m pytest -n auto --dist loadfile tests --ignore tests/group $(PYTEST_ARGS)
-	@$(PY) -m pytest tests/group $(PYTEST_ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not alone" tests/group $(PYTEST_ARGS)
+	@$(PY) -m pytest -m alone tests/group $(PYTEST_ARGS)
 else
 	@$(PY) -m pytest $(TESTS) $(PYTEST_ARGS)
 endif

@@ -34,7 +34,7 @@ from deploy import forking
 from deploy.rundir import SUPERVISOR_CONF_NAME, clean_run
 from deploy.supervisor_conf import INTERPRETER
 from shared.awake import AwakeClock
-from shared.machine.processes import process_line, process_start
+from shared.machine.processes import is_stopped, process_start
 from shared.memory.segments import add_owner
 from shared.run.config import FROZEN_NAME, load_frozen
 from shared.run.running import PROCESSES_NAME, write_json
@@ -152,7 +152,7 @@ class Keeper(Supervisor):  # type: ignore[misc]
         now = self._awake.now()
         if self._awake.is_waking:
             return
-        stopped = {entry["pid"] for entry in self._services.values() if entry["pid"] and _is_stopped(entry["pid"])}
+        stopped = {entry["pid"] for entry in self._services.values() if entry["pid"] and is_stopped(entry["pid"])}
         self._stopped_since = {pid: self._stopped_since.get(pid, now) for pid in stopped}
         for pid, since in self._stopped_since.items():
             if now - since >= STOPPED_S:
@@ -184,11 +184,6 @@ class Keeper(Supervisor):  # type: ignore[misc]
             write_json(
                 self._run_dir / PROCESSES_NAME, {"keeper": [pid, process_start(pid)], "services": self._services}
             )
-
-
-def _is_stopped(pid: int) -> bool:
-    line = process_line(pid)
-    return line is not None and line.state == "T"
 
 
 class ForkingOptions(ServerOptions):  # type: ignore[misc]

@@ -22,6 +22,7 @@ from shared.awake import Countdown
 from shared.errors import EXIT_CONFIG, EXIT_FAULT, ColibriError, ConfigError
 from shared.files import is_file, open_file, read_file
 from shared.kept import replace_file
+from shared.machine.processes import is_stopped
 from shared.messages import control
 from shared.messages.control import ServiceState
 from shared.run import running
@@ -417,7 +418,7 @@ def stop_keeper(pid: int, is_gone: Callable[[], bool]) -> None:
 
 
 def wait_services_gone(run_dir: Path, timeout_s: float = 5.0) -> None:
-    """After a keeper that died hard: its services notice by their stdin; wait for that, then kill (who is frozen, say).
+    """After a keeper that died hard: its services notice by their stdin; wait for that, then kill. Who is frozen, at once.
 
     A service that ends removes its socket, and it must not be the socket of its successor. Raises ConfigError when one can't
     be ended.
@@ -429,9 +430,10 @@ def wait_services_gone(run_dir: Path, timeout_s: float = 5.0) -> None:
             raise ConfigError(
                 f"process {left[0][0]} of a group that ended in {run_dir} does not end: choose another --run-dir and --port"
             )
-        if limit.is_over:
-            for pid, start in left:
+        for pid, start in left:
+            if limit.is_over or is_stopped(pid):  # who is stopped notices nothing
                 running.kill_process(pid, start)
+        if limit.is_over:
             limit, is_killed = Countdown(timeout_s), True
         time.sleep(0.05)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -35,6 +36,14 @@ def huge_dir() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """converted(oracle, precision) -> container directory, made once per session. Read only."""
-    base = tmp_path_factory.mktemp("containers")
-    return lambda name, precision: convert_oracle(name, precision, base / f"{name}-{precision}")
+    """converted(oracle, precision) -> container directory, made once for all workers of a test run. Read only."""
+    base = tmp_path_factory.getbasetemp()
+    base = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "containers"
+    base.mkdir(exist_ok=True)
+
+    def convert(name: str, precision: str) -> Path:
+        with (base / f"{name}-{precision}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return convert_oracle(name, precision, base / f"{name}-{precision}")
+
+    return convert

@@ -39,6 +39,12 @@ def process_start(pid: int) -> int | None:
     return None if line is None or line.state in "ZX" else line.start_ticks
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process (SIGSTOP): it will do nothing until another one lets it go on."""
+    line = process_line(pid)
+    return line is not None and line.state == "T"
+
+
 def read_counts(pid: int) -> tuple[int, int] | None:
     """(bytes asked for, bytes read from storage) of a process so far; None when it is gone or another user's."""
     import psutil

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +21,13 @@ import numpy as np
 from native import kernels, library
 from native.library import ISAS, Pool, available_isas, open_library
 from native.matrix import ACT_F32, ACT_Q8, Matrix, matrix, scale_bytes, weight_bytes
+from tests.support.sweeps import IS_FULL
 
 ROOT = Path(__file__).resolve().parents[2]
 EMULATE = Path(__file__).resolve().parent / "emulate"
 EMULATED = ("avx512", "avx512vnni", "amx")
-IS_FULL = bool(os.environ.get("COLIBRI_TEST_ALL"))
-"""`make test-all`: every size, and the emulation of rungs that this processor has as well."""
 EMULATED_HERE = tuple(isa for isa in EMULATED if IS_FULL or isa not in available_isas())
+"""In a full run those that this processor has as well."""
 RUNGS = [*(isa for isa in available_isas() if isa != "ref"), *(f"emulated-{isa}" for isa in EMULATED_HERE)]
 PAGE = mmap.PAGESIZE
 FORMAT_ACTS = [("f32", ACT_F32), ("bf16", ACT_F32), ("q8", ACT_F32), ("q4", ACT_F32), ("q8", ACT_Q8), ("q4", ACT_Q8)]
@@ -100,12 +99,6 @@ def open_like(path: Path) -> ctypes.CDLL:
             other = getattr(opened, name)
             other.restype, other.argtypes = function.restype, function.argtypes
     return opened
-
-
-def sparse(values: Sequence[int], at_least: Collection[int]) -> Sequence[int]:
-    """All of ``values`` in a full run, otherwise those at which a tile, a block or a group ends or begins."""
-    assert set(at_least) <= set(values)
-    return values if IS_FULL else [value for value in values if value in at_least]
 
 
 def real_rungs() -> list[Rung]:

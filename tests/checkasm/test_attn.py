@@ -129,14 +129,14 @@ def int8_model(layer: Layer, x: np.ndarray, position: np.ndarray, cache: Cache, 
     state = model_state(layer, x, position)
     values, scales = cache.int8_entries(cache.kv, 0, n)
     q = (state.q_lat @ w["q_b"].T).reshape(n, d.n_heads, d.nope + d.rope)
-    folded = np.einsum("she,hre->shr", q[..., : d.nope], w["k_b"])
+    folded = (q[..., : d.nope].transpose(1, 0, 2) @ w["k_b"].transpose(0, 2, 1)).transpose(1, 0, 2)
     turned = rotate(q[..., d.nope :], position, layer, d.rope_interleave)
     queries = round_activations((np.concatenate([folded, turned], -1) * layer.softmax_scale).astype(np.float32))
     kv = values * np.repeat(scales, 64, axis=1)[:, : values.shape[1]].astype(np.float64)
-    a = np.where(keep[None], np.einsum("shr,tr->hst", queries.astype(np.float64), kv), -np.inf)
+    a = np.where(keep[None], queries.astype(np.float64).transpose(1, 0, 2) @ kv.T, -np.inf)
     p = np.exp(a - a.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    o = np.einsum("hst,tr,hvr->shv", p, kv[:, : d.kv_rank], w["v_b"]).reshape(n, -1)
+    o = (p @ kv[:, : d.kv_rank] @ w["v_b"].transpose(0, 2, 1)).transpose(1, 0, 2).reshape(n, -1)
     return x.astype(np.float64) + o @ w["o"].T
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from native.library import available_isas, find_library
-from tests.checkasm.kit import IS_FULL, ROOT
+from tests.checkasm.kit import ROOT
+from tests.support.sweeps import IS_FULL
 
 DRIVER = Path(__file__).resolve().parent / "cross" / "driver.c"
 CROSS_CC, CROSS_ROOT, QEMU = "aarch64-linux-gnu-gcc", Path("/usr/aarch64-linux-gnu"), "qemu-aarch64"

@@ -29,8 +29,8 @@ from tests.checkasm.kit import (
     random_matrix,
     run_linear,
     same_bits,
-    sparse,
 )
+from tests.support.sweeps import sparse
 
 SEED = 20250101
 ROWS = sparse((1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 33, 64), (1, 2, 3, 4, 6, 9, 16, 17, 33))

@@ -2,19 +2,10 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tests.oracle import convert_oracle
-
-
-@pytest.fixture(scope="session")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """converted(oracle, precision) -> container directory, made once per session. Read only."""
-    base = tmp_path_factory.mktemp("containers")
-    return lambda name, precision: convert_oracle(name, precision, base / f"{name}-{precision}")
 
 
 @pytest.fixture

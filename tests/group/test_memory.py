@@ -23,7 +23,7 @@ from tests.group.harness import Group, run_up
 from tests.group.memory import ControlGroup, MemorySampler, colibri, held_bytes, why_no_control_groups
 from tests.group.test_store import counters_of
 
-pytestmark = pytest.mark.group
+pytestmark = [pytest.mark.group, pytest.mark.alone]
 
 MIB = 1 << 20
 CONTEXT = 1024

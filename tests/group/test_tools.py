@@ -51,6 +51,7 @@ def colibri(*args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.alone
 def test_profile_rows_sum_to_the_wall_time_and_bytes_to_the_kernels(group: Group, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     length = ["--prompt-tokens", "40", "--max-tokens", "60"]

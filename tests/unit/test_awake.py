@@ -116,7 +116,7 @@ def test_supervisors_limits_move_with_the_pause(monkeypatch: pytest.MonkeyPatch)
     assert (process.delay, process.laststart) == (1076.0, 1069.0)
     assert (idle.delay, idle.laststart) == (0, 0)
     assert not keeper._stopped_since
-    monkeypatch.setattr("deploy.keeper._is_stopped", lambda pid: pytest.fail("others may still be waking"))
+    monkeypatch.setattr("deploy.keeper.is_stopped", lambda pid: pytest.fail("others may still be waking"))
     keeper._services = {"a": {"pid": 77}}
     keeper._on_tick(None)
 

@@ -512,7 +512,7 @@ static void family_rows(int rung)
 
 static void family_attention(int rung)
 {
-    enum { HIDDEN = 80, RANK = 48, ROPE = 8, PROMPT = 90, DECODE = 3, BLOCKS = 4 };
+    enum { HIDDEN = 80, RANK = 48, ROPE = 8, PROMPT = 70, DECODE = 3, BLOCKS = 4 }; /* into the second block */
     static const int64_t heads[] = {5, 16, 18};
     for (int kv_format = CB_KV_F32; kv_format <= CB_KV_INT8; kv_format++)
         for (int kind = 0; kind < N_KINDS; kind++) {
@@ -585,7 +585,7 @@ static void family_attention(int rung)
 
 static void family_gqa(int rung)
 {
-    enum { HIDDEN = 80, PROMPT = 90, DECODE = 3, BLOCKS = 4 };
+    enum { HIDDEN = 80, PROMPT = 70, DECODE = 3, BLOCKS = 4 };
     static const int32_t heads[][2] = {{8, 2}, {5, 1}, {6, 6}}, dims[] = {16, 24, 32}, windows[] = {0, 40, 0};
     for (int i = 0; i < N_KINDS; i++) {
         int32_t n_heads = heads[i % 3][0], n_kv = heads[i % 3][1], dim = dims[i % 3];
@@ -692,7 +692,7 @@ int main(int argc, char **argv)
         use(rung);
         printf("dispatch %s: %s\n", rung_names[rung], cb_dispatch_text());
     }
-    for (int f = 0; f < 6; f++) {
+    for (int f = 0; f < (is_disturbed ? 1 : 6); f++) { /* disturbed: where weights are, and nothing else is asked */
         sum_of_family = 0xcbf29ce484222325u;
         for (int rung = 0; rung < n_rungs; rung++)
             families[f].run(rung);
