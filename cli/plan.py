@@ -23,8 +23,9 @@ from shared.memory.warm_sets import find_sets, known_dirs
 from shared.model.family import load_spec
 from shared.model.spec import ModelSpec
 from shared.planning.drive_probe import drives_of
-from shared.planning.ledger import DEFAULT_CHUNK, LEDGER_SUMS, ledger_rows, make_ledger
+from shared.planning.ledger import DEFAULT_CHUNK, make_ledger
 from shared.planning.rates import chunk_for, memory_rate
+from shared.planning.slot_share import LEDGER_SUMS, ledger_rows
 from shared.planning.speed import Speed, predict_speed
 from shared.run.config import load_settings
 from shared.run.sizes import parse_bytes

@@ -13,10 +13,11 @@ from cli.show import Column, Table, ledger, show
 from shared.errors import CapacityError, ConfigError
 from shared.machine.memory_probe import limits_of, page_cache_bytes, probe_memory
 from shared.machine.processes import own_bytes, service_bytes
-from shared.memory.big_memory import named_bytes
+from shared.memory.named_file import named_bytes
 from shared.memory.segments import run_bytes
 from shared.messages import control
-from shared.planning.ledger import GROUP, LEDGER_SUMS, SHARED, ledger_rows, slots_line
+from shared.planning.ledger import GROUP, SHARED
+from shared.planning.slot_share import LEDGER_SUMS, ledger_rows, slots_line
 from shared.run import running
 from shared.run.config import LOCK_NAME, GroupConfig, Line
 from shared.run.sizes import parse_bytes

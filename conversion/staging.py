@@ -132,7 +132,7 @@ def stage(container: Container, plan: StagePlan, progress: Callable[[int], None]
     """
     plan.require_room()
     n_copied = 0
-    with _lock(plan.directory) as directory:
+    with lock_of(plan.directory) as directory:
         files = container.experts
         manifest = read_manifest(directory, container.fingerprint, file_facts(files))
         listed = dict(manifest.files) if manifest else {}
@@ -291,7 +291,7 @@ def _allocated(path: Path) -> int:
 
 
 @contextmanager
-def _lock(directory: Path) -> Iterator[Path]:
+def lock_of(directory: Path) -> Iterator[Path]:
     """Makes the directory and keeps a second writer out of it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -204,7 +204,7 @@ class ForkingOptions(ServerOptions):  # type: ignore[misc]
         super().execve(filename, argv, env)
 
 
-def _use_own_interpreter(options: ServerOptions) -> None:
+def use_own_interpreter(options: ServerOptions) -> None:
     """Past supervisor's file, whose rules no path survives that holds " ;", "%" or a line's end."""
     for group in options.process_group_configs:
         for program in group.process_configs:
@@ -226,7 +226,7 @@ def main() -> None:
     try:
         options = ForkingOptions()
         options.realize(["-c", SUPERVISOR_CONF_NAME], doc=__doc__)
-        _use_own_interpreter(options)
+        use_own_interpreter(options)
         options.first = True
         options.test = False
         Keeper(options, run_dir).main()

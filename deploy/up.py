@@ -272,7 +272,7 @@ def _run_dir_hint(settings: Settings, run_dir: Path) -> str:
 def _status(settings: Settings, as_json: bool) -> int:
     from deploy import launch
 
-    kept = [warm.describe() for warm in _kept_sets(settings)]
+    kept = [warm.describe() for warm in kept_sets(settings)]
     try:
         group = launch.describe(launch.run_dir_of(settings))
     except ConfigError as error:
@@ -291,7 +291,7 @@ def _status(settings: Settings, as_json: bool) -> int:
     return EXIT_OK
 
 
-def _kept_sets(settings: Settings) -> list[Any]:
+def kept_sets(settings: Settings) -> list[Any]:
     from shared.memory import warm_sets
 
     return warm_sets.find_sets(warm_sets.known_dirs(settings.huge_dir))
@@ -302,7 +302,7 @@ def _drop_warm(settings: Settings) -> list[str]:
     from shared.memory import warm_sets
 
     freed = []
-    for warm in _kept_sets(settings):
+    for warm in kept_sets(settings):
         warm_sets.drop(warm)
         freed.append(f"freed: {warm.describe()}")
     return freed or ["nothing is kept warm."]
@@ -326,7 +326,7 @@ def _stop(settings: Settings, signals: _Signals, keep_warm: bool) -> list[str]:
             "note: nothing could be kept: this group's memory was private to its processes. `colibri doctor` tells more."
         )
     elif keep_warm:
-        lines += [warm.describe() for warm in _kept_sets(settings)]
+        lines += [warm.describe() for warm in kept_sets(settings)]
     return lines
 
 

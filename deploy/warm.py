@@ -17,8 +17,8 @@ from shared.container.format import Facts
 from shared.errors import CapacityError, ConfigError
 from shared.machine.memory_probe import MemoryProbe
 from shared.memory import warm_sets
-from shared.memory.big_memory import FINGERPRINT, PAGE_BYTES
 from shared.memory.huge_pages import SHM_DIR, Place, candidate_dirs, probe_place
+from shared.memory.named_file import FINGERPRINT, PAGE_BYTES
 from shared.memory.warm_sets import WarmSet
 from shared.planning.ledger import Ledger
 from shared.run.config import Settings

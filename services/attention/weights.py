@@ -15,7 +15,8 @@ from shared.container.layer_weights import DensePart
 from shared.container.reader import Container
 from shared.container.table import TableOnDisk, witness
 from shared.errors import ContainerError
-from shared.memory.big_memory import DENSE, Home, content_of
+from shared.memory.big_memory import Home, content_of
+from shared.memory.named_file import DENSE
 from shared.model.branch import BranchKernel
 from shared.model.tensors import matrix_of
 

@@ -14,7 +14,8 @@ from native.library import Pool
 from shared.container.format import owner_of
 from shared.container.layer_weights import DensePart, attention_step
 from shared.container.reader import Container
-from shared.memory.big_memory import MTP, Home
+from shared.memory.big_memory import Home
+from shared.memory.named_file import MTP
 from shared.model.tensors import matrix_of
 from shared.run.config import GroupConfig
 

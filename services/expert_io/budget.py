@@ -11,7 +11,7 @@ from pathlib import Path
 from native.memory import HUGE_PAGE
 from shared.machine.memory_probe import probe_memory
 from shared.memory.huge_pages import free_room
-from shared.planning.ledger import change_budget
+from shared.planning.slot_share import change_budget
 from shared.run.config import GroupConfig, read_budget, write_budget
 
 

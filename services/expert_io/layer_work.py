@@ -18,7 +18,8 @@ from shared.container.format import owner_of
 from shared.container.layer_weights import DensePart
 from shared.container.reader import Container
 from shared.errors import ErrorCode
-from shared.memory.big_memory import SHARED_EXPERTS, Home
+from shared.memory.big_memory import Home
+from shared.memory.named_file import SHARED_EXPERTS
 from shared.messages.layer import HiddenReady
 from shared.model.spec import ModelSpec
 from shared.step.frame import Frame, FrameSet

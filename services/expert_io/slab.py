@@ -11,8 +11,9 @@ from collections.abc import Collection
 
 from native.memory import HUGE_PAGE
 from shared.experts.residency import Key
-from shared.memory.big_memory import SLAB, Home, NamedMemory, PrivateMemory
+from shared.memory.big_memory import Home, NamedMemory, PrivateMemory
 from shared.memory.huge_pages import huge_bytes
+from shared.memory.named_file import SLAB
 
 _FULL = 1 << 63
 _READING = 1 << 62

@@ -14,7 +14,8 @@ from native.kernels import rmsnorm
 from native.library import Pool
 from shared.container.layer_weights import DensePart
 from shared.container.reader import Container
-from shared.memory.big_memory import GATES, Home
+from shared.memory.big_memory import Home
+from shared.memory.named_file import GATES
 from shared.model.spec import ModelSpec
 
 

@@ -3,7 +3,7 @@
 ``colibri-up --stop --keep-warm`` renames the files of the run (``keep``), a start renames them to its own run (``adopt``). What
 a group left that was killed as a whole counts like a warm set for the next start of the same model and is removed by any other.
 Of other users' files nothing is believed and nothing touched. The services look into the files themselves
-(``shared/memory/big_memory.py``): here they are only counted, named and removed.
+(``shared/memory/named_file.py``): here they are only counted, named and removed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from native.library import NativeError
-from shared.memory.big_memory import (
+from shared.memory.huge_pages import candidate_dirs
+from shared.memory.named_file import (
     FINGERPRINT,
     KINDS,
     Found,
@@ -29,7 +30,6 @@ from shared.memory.big_memory import (
     warm_path,
     write_label,
 )
-from shared.memory.huge_pages import candidate_dirs
 from shared.memory.segments import is_run_alive
 
 

@@ -7,19 +7,21 @@ CapacityError with the arithmetic. ``colibri-up`` starts the group with it, ``co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
-from native.library import Pool, default_threads
+from native.library import default_threads
 from native.memory import HUGE_PAGE
 from shared.container.format import Facts
 from shared.errors import CapacityError, ConfigError
 from shared.memory.prompt_room import prompt_room_bytes
 from shared.model.kv_layout import StatePlaces, blocks_for, kv_layout
 from shared.model.spec import ModelSpec
-from shared.run.config import GroupConfig, Line, Settings
+from shared.planning.slot_share import MIB, ledger_table, share_out_slots, sized, slots_line, sum_of
+from shared.planning.work_areas import attention_work_bytes, expert_scratch, gate_scratch, measured_frame_bytes
+from shared.run.config import Line, Settings
 
 BUDGET_SHARE = 0.85
 """Of what is available now; the rest is for the page cache, the desktop, and what other programs do next."""
@@ -33,12 +35,10 @@ DEFAULT_DRAFTS = 2
 N_FRAMES = 2
 """One for the step, one for the draft."""
 
-LEDGER_SUMS = 3
 SHARED = "shared"
 GROUP = "group"
 """Owners that are no service: the segments, and those who start and watch the services."""
 
-MIB = 1 << 20
 _HUGE_WASTE = 0.05
 _KV_SHARE = 0.25
 _WORK_SHARE = 0.10
@@ -66,8 +66,6 @@ _SPELLING_BYTES = 200
 and 180 in the router, which spells answers."""
 _EXPERT_BYTES = 1500
 """What expert_io and its policy keep in mind about an expert and its slot: 1,060 bytes measured, 1,690 with two layouts."""
-_EXPERT_PAIRS = 512
-"""(row, expert) pairs from which on a call takes no more scratch."""
 _RECORDER_BYTES = 10 * MIB
 """Records that wait for a slow disk (8 MiB), and the one being written."""
 _FEW_SLOTS = 0.25
@@ -138,10 +136,10 @@ def make_ledger(
     budget = settings.ram_bytes or int(available_bytes * BUDGET_SHARE)
     if budget > available_bytes:
         raise CapacityError(
-            f"ram = {_size(budget)} is asked for, {_size(available_bytes)} are available now{source and f' ({source})'}. "
+            f"ram = {sized(budget)} is asked for, {sized(available_bytes)} are available now{source and f' ({source})'}. "
             "Give less, or end other programs."
         )
-    measure = frame_bytes or _measured_frame_bytes
+    measure = frame_bytes or measured_frame_bytes
     for n_drafts in _draft_candidates(spec, settings):
         is_last = n_drafts == _draft_candidates(spec, settings)[-1]
         try:
@@ -155,7 +153,7 @@ def make_ledger(
             break
     if shm_bytes is not None and ledger.segment_bytes > shm_bytes:
         raise CapacityError(
-            f"Frames and KV blocks need {_size(ledger.segment_bytes)} of shared memory, /dev/shm has {_size(shm_bytes)} free. "
+            f"Frames and KV blocks need {sized(ledger.segment_bytes)} of shared memory, /dev/shm has {sized(shm_bytes)} free. "
             "Enlarge it (docker run --shm-size, or remount with size=), or lower max_context or max_sequences.\n"
             + ledger.table()
         )
@@ -272,9 +270,9 @@ def _ledger(
         frames = N_FRAMES * frame_bytes(spec, rows, logit_rows, n_sequences, blocks_for(context))
         attention = attention_work_bytes(spec, rows, context, n_threads, settings.kv_dtype)
         # parts and shared result of all rows
-        expert_io = rows * (spec.gate_k + 1) * spec.hidden * 4 + _expert_scratch(spec, rows, n_threads)
+        expert_io = rows * (spec.gate_k + 1) * spec.hidden * 4 + expert_scratch(spec, rows, n_threads)
         # a row's sorted probabilities
-        router = spec.vocab * 16 + _gate_scratch(spec, rows, n_threads)
+        router = spec.vocab * 16 + gate_scratch(spec, rows, n_threads)
         router += rows * spec.hidden * 4 if spec.gate.reads_residual else 0
         lines = [
             Line(SHARED, f"{N_FRAMES} frames of {rows} rows", frames),
@@ -293,10 +291,10 @@ def _ledger(
         return lines
 
     context = settings.max_context or min(spec.max_context, DEFAULT_CONTEXT)
-    while not settings.max_context and context > _MIN_CONTEXT and _sum(kv_lines(context)) > rest * _KV_SHARE:
+    while not settings.max_context and context > _MIN_CONTEXT and sum_of(kv_lines(context)) > rest * _KV_SHARE:
         context = max(context // 2, _MIN_CONTEXT)
     chunk = settings.prefill_chunk or min(wanted_chunk, context)
-    while not settings.prefill_chunk and chunk > _MIN_CHUNK and _sum(work_lines(context, chunk)) > rest * _WORK_SHARE:
+    while not settings.prefill_chunk and chunk > _MIN_CHUNK and sum_of(work_lines(context, chunk)) > rest * _WORK_SHARE:
         chunk = max(chunk // 2, _MIN_CHUNK)
 
     lines = [*fixed, *kv_lines(context), *work_lines(context, chunk)]
@@ -340,137 +338,7 @@ def _dense_line(facts: Facts, embedding_on_disk: bool) -> Line:
     return Line("attention", "dense part: attention, dense layers, head", n_bytes)
 
 
-def share_out_slots(
-    fixed: Sequence[Line],
-    slot_bytes: int,
-    min_slots: int,
-    max_slots: int,
-    budget: int,
-    available: int,
-    advice: str,
-) -> int:
-    """How many slots fit into what ``fixed`` leaves of the budget. CapacityError with the arithmetic and ``advice``."""
-    n_slots = min((budget - _sum(fixed)) // slot_bytes, max_slots)
-    if n_slots < min_slots:
-        lines = [
-            *fixed,
-            Line("expert_io", f"at least {min_slots} expert slots x {slot_bytes:,}", min_slots * slot_bytes),
-        ]
-        raise CapacityError(
-            f"The model does not fit: {_size(_sum(lines))} are needed, the budget is {_size(budget)}. {advice}\n"
-            + ledger_table(lines, budget, available)
-        )
-    return n_slots
-
-
-def slots_line(n_slots: int, n_experts: int, slot_bytes: int) -> Line:
-    """The ledger's last line."""
-    return Line("expert_io", f"{n_slots:,} of {n_experts:,} expert slots x {slot_bytes:,}", n_slots * slot_bytes)
-
-
-def change_budget(
-    config: GroupConfig, gate_k: int, present_bytes: int, wanted_bytes: int, n_used: int, free_bytes: int
-) -> int:
-    """The slots of a running group under another budget.
-
-    ``present_bytes``: its budget; ``n_used``: slots that hold an expert; ``free_bytes``: what is available beside what the
-    group holds. Raises CapacityError with the arithmetic: less than the minimum can't be, nor more than there is.
-    """
-    reachable = _sum(config.memory) + n_used * config.slot_bytes + free_bytes
-    if wanted_bytes > max(reachable, present_bytes):
-        raise CapacityError(
-            f"{_size(wanted_bytes)} are asked for, but only {_size(reachable)} can be had: {_size(_sum(config.memory))} are "
-            f"held beside the slots, {_size(n_used * config.slot_bytes)} in {n_used:,} used slots, {_size(free_bytes)} are "
-            "free. Ask for less, or end other programs."
-        )
-    return share_out_slots(
-        config.memory,
-        config.slot_bytes,
-        min(gate_k + 1, config.n_slots),
-        max(config.n_slots, config.reserved_slots),
-        wanted_bytes,
-        reachable,
-        "A running group keeps everything but its slots; start it again to change the rest.",
-    )
-
-
-def attention_work_bytes(spec: ModelSpec, rows: int, context: int, n_threads: int, kv_dtype: str) -> int:
-    """What attention (or the drafter) needs beside the weights while ``rows`` rows go through a layer.
-
-    Kept per row: residual, final, selection; share and scratch of a dense branch. The rest is the kernels' scratch, which
-    they state themselves.
-    """
-    per_row = 4 * ((4 if spec.branch else 2) * spec.hidden + spec.n_selected)
-    return rows * per_row + _attention_scratch(spec, rows, context, n_threads, kv_dtype)
-
-
-@cache
-def _attention_scratch(spec: ModelSpec, rows: int, context: int, n_threads: int, kv_dtype: str) -> int:
-    with Pool(n_threads, is_dry=True) as dry:
-        for attention in dict.fromkeys(spec.attention):
-            attention.measure(dry, rows, context, kv_dtype)
-        if spec.dense_inner:
-            spec.inner.measure(dry, spec.hidden, spec.dense_inner, rows)
-        if spec.branch:
-            spec.branch.measure(dry, rows)
-        return dry.scratch_bytes
-
-
-@cache
-def _expert_scratch(spec: ModelSpec, rows: int, n_threads: int) -> int:
-    with Pool(n_threads, is_dry=True) as dry:
-        n_pairs = min(rows * spec.gate_k, _EXPERT_PAIRS)
-        spec.inner.measure_experts(dry, spec.hidden, spec.expert_inner, rows, n_pairs, spec.n_experts)
-        if spec.n_shared:
-            spec.inner.measure(dry, spec.hidden, spec.shared_inner, rows)
-        return dry.scratch_bytes
-
-
-@cache
-def _gate_scratch(spec: ModelSpec, rows: int, n_threads: int) -> int:
-    with Pool(n_threads, is_dry=True) as dry:
-        spec.gate.measure(dry, spec.hidden, rows)
-        return dry.scratch_bytes
-
-
 def _slot_bytes(record: int) -> int:
     """A record rounded up to huge pages where that wastes little, else to 4096."""
     huge = -(-record // HUGE_PAGE) * HUGE_PAGE
     return huge if huge - record < _HUGE_WASTE * huge else -(-record // 4096) * 4096
-
-
-def _measured_frame_bytes(spec: ModelSpec, rows: int, logit_rows: int, sequences: int, blocks: int) -> int:
-    from shared.step.frame import FrameDims, frame_bytes, stage_rows  # needs the native library
-
-    residual_rows = rows if spec.gate.reads_residual else 0
-    dims = FrameDims(
-        rows, logit_rows, sequences, blocks, spec.hidden, spec.gate_k, spec.vocab, stage_rows(spec), residual_rows
-    )
-    return frame_bytes(dims)
-
-
-def _sum(lines: Sequence[Line]) -> int:
-    return sum(line.bytes for line in lines)
-
-
-def ledger_table(lines: Sequence[Line], budget: int, available: int) -> str:
-    """The arithmetic, one line per allocation."""
-    return "\n".join(f"{owner:10} {what:58} {size:>18}" for owner, what, size in ledger_rows(lines, budget, available))
-
-
-def ledger_rows(lines: Sequence[Line], budget: int, available: int) -> list[tuple[str, str, str]]:
-    """(owner, what, bytes) per allocation, then LEDGER_SUMS rows: the sum, the budget, and what is left or missing."""
-    total = sum(line.bytes for line in lines)
-    return [
-        *((line.owner, line.what, f"{line.bytes:,}") for line in lines),
-        ("sum", "", f"{total:,}"),
-        ("budget", f"of {available:,} available", f"{budget:,}"),
-        ("left" if total <= budget else "missing", "", f"{abs(budget - total):,}"),
-    ]
-
-
-def _size(n_bytes: int) -> str:
-    for unit, factor in (("GiB", 1 << 30), ("MiB", MIB)):
-        if n_bytes >= factor:
-            return f"{n_bytes / factor:,.2f} {unit}"
-    return f"{n_bytes:,} bytes"

@@ -73,6 +73,10 @@ class DataLinks:
         self._sequence = dict.fromkeys(peers, 0)
         self._inboxes = open_inboxes(transport, endpoints, service, self.context)
         self._outboxes = open_outboxes(transport, endpoints, service, peers, self.context)
+        self._opened()
+
+    def _opened(self) -> None:
+        """The links are open; what a kind of bus needs besides."""
 
     def send(self, receiver: str, msg: Msg) -> bool:
         """Sends without waiting. False: refused, because the receiver is absent or its queue is full."""
@@ -129,18 +133,7 @@ class DataLinks:
 class Bus(DataLinks):
     """The sockets and descriptors of one engine service."""
 
-    def __init__(
-        self,
-        endpoints: Endpoints,
-        service: str,
-        incarnation: int,
-        receives: tuple[type[Msg], ...] = (),
-        *,
-        peers: Iterable[str] | None = None,
-        log: Log | None = None,
-        transport: str = AUTO,
-    ) -> None:
-        super().__init__(endpoints, service, incarnation, receives, peers=peers, log=log, transport=transport)
+    def _opened(self) -> None:
         self._epoll = select.epoll()
         self._inbox_of = {inbox.fd: inbox for inbox in self._inboxes}
         for fd in self._inbox_of:

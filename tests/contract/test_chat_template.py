@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from services.router.chat_template import ChatTemplate
@@ -395,13 +397,13 @@ def test_a_developer_message_is_known_or_system_or_refused() -> None:
 
 def test_many_developer_messages_are_looked_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = []
-    run = ChatTemplate._run
+    generate = jinja2.Template.generate
 
-    def counted(*args: Any, **kwargs: Any) -> str:
+    def counted(*args: Any, **kwargs: Any) -> Iterator[str]:
         runs.append(args)
-        return run(*args, **kwargs)
+        return generate(*args, **kwargs)
 
-    monkeypatch.setattr(ChatTemplate, "_run", counted)
+    monkeypatch.setattr(jinja2.Template, "generate", counted)
     assert rendered(CHATML, [DEVELOPER] * 40) == "<|system|>be brief" * 40
     assert len(runs) == 2
     drops_one = "{% for m in messages %}{{ m.content if loop.index0 != 2 }}{% endfor %}"

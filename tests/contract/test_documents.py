@@ -68,8 +68,8 @@ def test_extras_are_explained_too() -> None:
 
 
 def test_flags_are_the_settings() -> None:
-    flags = {action.dest for action in make_parser()._actions} - {
-        *("help", "config", "daemon", "status", "json", "stop", "keep_warm", "drop_warm")
+    flags = set(vars(make_parser().parse_args([]))) - {
+        *("config", "daemon", "status", "json", "stop", "keep_warm", "drop_warm")
     }
     settings = {name.replace("ram_bytes", "ram") for name in Settings.__struct_fields__}
     only_in_file = {"direct_io", "embedding", "heartbeat_s", "drain_s", "stall_s"}

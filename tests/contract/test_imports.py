@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -229,3 +230,21 @@ def test_import_contracts_hold() -> None:
         pytest.skip("import-linter is not installed (extra dev)")
     done = subprocess.run([str(tool)], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def reaches_inside(path: Path) -> list[str]:
+    """Where a test uses a private attribute of anything but itself."""
+    own, system = {"self", "cls"}, {"os._exit"}
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
+            whose = ast.unparse(node.value)
+            if whose not in own and f"{whose}.{node.attr}" not in system:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {whose}.{node.attr}")
+    return found
+
+
+def test_tests_reach_into_private_fields_in_one_room() -> None:
+    """``tests/support`` knows where things lie; a test says what it wants to see or spoil."""
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "support"]
+    assert [place for path in paths for place in reaches_inside(path)] == []

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from deploy.keeper import Keeper
 from services.gateway import patience
 from services.gateway.engine import GatewayEngine
 from services.gateway.http_connection import Connection
@@ -20,6 +19,7 @@ from shared.awake import WAKE_GRACE_S, AwakeClock, Countdown
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, TokenOut
 from shared.messages.router import Submit
 from shared.run import client
+from tests.support import inside
 
 
 class Hands:
@@ -92,7 +92,7 @@ def test_a_running_answer_survives_a_pause_longer_than_the_gateways_patience() -
     table.tick()
     table.hear(TokenOut("r1", 0, (5,), "a"), 1)
     table.hear(RequestDone("r1", "stop", 1, 1), 1)
-    events = list(ticket._events)
+    events = inside.queued(ticket)
     assert [type(event) for event in events] == [RequestAccepted, TokenOut, RequestDone]
     assert events[-1].reason == "stop"
     assert table.is_ready
@@ -102,23 +102,18 @@ def test_supervisors_limits_move_with_the_pause(monkeypatch: pytest.MonkeyPatch)
     """Its limits are moments: of a process that is stopping, or starting too fast."""
     process = SimpleNamespace(delay=1006.0, laststart=999.0)
     idle = SimpleNamespace(delay=0, laststart=0)
-    keeper = Keeper.__new__(Keeper)
     hands = Hands()
-    keeper._awake, keeper._slept_s = AwakeClock(3.0, hands), 0.0
-    keeper._stopped_since = {77: 998.0}
-    keeper.options = SimpleNamespace(logger=SimpleNamespace(warn=lambda words: None))
-    keeper.process_groups = {"colibri": SimpleNamespace(processes={"a": process, "b": idle})}
+    keeper = inside.keeper_of({"a": process, "b": idle}, hands, {77: 998.0})
     hands.at += 1
-    keeper._on_polled()
+    inside.polled(keeper)
     assert (process.delay, process.laststart) == (1006.0, 999.0)
     hands.at += 73
-    keeper._on_polled()
+    inside.polled(keeper)
     assert (process.delay, process.laststart) == (1076.0, 1069.0)
     assert (idle.delay, idle.laststart) == (0, 0)
-    assert not keeper._stopped_since
+    assert not inside.stopped_pids(keeper)
     monkeypatch.setattr("deploy.keeper.is_stopped", lambda pid: pytest.fail("others may still be waking"))
-    keeper._services = {"a": {"pid": 77}}
-    keeper._on_tick(None)
+    inside.ticked(keeper)
 
 
 def test_a_client_that_slept_still_reads_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from conversion.presets import preset_config
 from conversion.synth import Synthesis
 from shared.container.reader import Container
 from shared.machine.drive import DEFAULT
+from tests.support import inside
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +68,12 @@ def test_what_is_read_lies_in_the_slot(model: Path) -> None:
 
 def test_a_failed_read_is_no_rate(model: Path, tmp_path: Path) -> None:
     (file, *_) = Container.open(model).experts.values()
-    with Records([file], DEFAULT) as records, pytest.MonkeyPatch.context() as patch:
+    with Records([file], DEFAULT) as records:
         null = os.open(tmp_path, os.O_RDONLY)
-        patch.setitem(records._fds, file.layer, null)
+        right = inside.replace_descriptor(records, file.layer, null)
         with pytest.raises(BenchError, match="failed"):
             records.rate(0.01, has_checksum=False)
-        os.close(null)
-        patch.undo()
+        os.close(inside.replace_descriptor(records, file.layer, right))
 
 
 def test_shares_and_delays() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import struct
@@ -16,8 +17,11 @@ from native.memory import HUGE_PAGE, hash64
 from services.expert_io.slab import Slab
 from shared.experts.residency import Key
 from shared.log import Log
-from shared.memory import big_memory
-from shared.memory.big_memory import DENSE, PAGE_BYTES, SLAB, Head, Home, NamedMemory, Unfit, parse_header, run_path
+from shared.machine.memory_probe import file_bytes
+from shared.memory import big_memory, named_file
+from shared.memory.big_memory import Home, NamedMemory
+from shared.memory.huge_pages import huge_bytes
+from shared.memory.named_file import DENSE, PAGE_BYTES, SLAB, Head, Unfit, parse_header, run_path
 
 SHM = Path("/dev/shm")
 FINGERPRINT = "0123456789abcdef"
@@ -27,17 +31,25 @@ N_EXPERTS = 10
 LAYERS = (1, 2)
 
 
+class HeardLog(Log):
+    """What was said stays in ``heard``."""
+
+    def __init__(self) -> None:
+        self.heard = StringIO()
+        super().__init__("test", stream=self.heard)
+
+
 @pytest.fixture
 def home() -> Iterator[Home]:
-    made = Home(SHM, os.urandom(4).hex(), FINGERPRINT, Log("test", stream=StringIO()))
+    made = Home(SHM, os.urandom(4).hex(), FINGERPRINT, HeardLog())
     yield made
-    for kind in big_memory.KINDS:
+    for kind in named_file.KINDS:
         run_path(SHM, made.run_id, kind).unlink(missing_ok=True)
 
 
 def said(home: Home) -> str:
-    assert isinstance(home.log._stream, StringIO)
-    return home.log._stream.getvalue()
+    assert isinstance(home.log, HeardLog)
+    return home.log.heard.getvalue()
 
 
 def slab_of(home: Home, n_slots: int = N_SLOTS, content: int = 7, slot_bytes: int = SLOT) -> Slab:
@@ -51,8 +63,8 @@ def fill(slab: Slab, index: int, key: Key, value: int) -> None:
 
 
 def bytes_of(slab: Slab, index: int) -> np.ndarray:
-    at = index * slab.slot_bytes
-    return slab._memory.array[at : at + slab.slot_bytes]
+    """u8[slot_bytes], where a kernel would look."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * slab.slot_bytes).from_address(slab.address(index)))
 
 
 def test_a_dense_part_is_adopted_once_it_is_complete(home: Home) -> None:
@@ -174,11 +186,14 @@ def test_directory_entries_that_are_nonsense_are_emptied(home: Home, entry: int)
     slot_bytes = HUGE_PAGE
     slab = slab_of(home, slot_bytes=slot_bytes)
     fill(slab, 0, (1, 0), 1)
-    slab._entries[4] = entry  # type: ignore[index]
     slab.close()
+    with run_path(SHM, home.run_id, SLAB).open("r+b") as file:
+        file.seek(PAGE_BYTES + 8 * 4)
+        file.write(struct.pack("<Q", entry))
     again = slab_of(home, slot_bytes=slot_bytes)
     assert again.residents(LAYERS, N_EXPERTS) == {0: (1, 0)}
-    assert again._entries is not None and again._entries[4] == 0
+    entries = run_path(SHM, home.run_id, SLAB).read_bytes()[PAGE_BYTES:]
+    assert struct.unpack_from("<Q", entries, 8 * 4) == (0,)
 
 
 def test_another_number_of_slots_keeps_what_fits(home: Home) -> None:
@@ -209,24 +224,18 @@ def test_a_slot_that_is_released_gives_its_memory_back(home: Home) -> None:
         slab = Slab(3, HUGE_PAGE, at, 20, 7)
         for index in range(3):
             fill(slab, index, (1, index), 1)
-        before = present_bytes(slab)
+        before = present_bytes(slab, home)
         slab.release(1)
-        assert before - present_bytes(slab) == HUGE_PAGE
+        assert before - present_bytes(slab, home) == HUGE_PAGE
         assert not bytes_of(slab, 1).any() and bytes_of(slab, 2).all()
         assert 1 not in slab.residents(LAYERS, N_EXPERTS)
         slab.close()
 
 
-def present_bytes(slab: Slab) -> int:
-    if isinstance(slab._memory, NamedMemory):
-        return slab._memory.path.stat().st_blocks * 512
-    return big_memory_present(slab.address(0), 3 * HUGE_PAGE)
-
-
-def big_memory_present(address: int, n_bytes: int) -> int:
-    from shared.memory.huge_pages import huge_bytes
-
-    return huge_bytes(address, n_bytes)[1]
+def present_bytes(slab: Slab, home: Home) -> int:
+    if slab.is_named:
+        return file_bytes(run_path(SHM, home.run_id, SLAB))
+    return huge_bytes(slab.address(0), 3 * HUGE_PAGE)[1]
 
 
 # -- files that are not what they seem ------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from services.gateway.app import BodyBudget, make_app, read_body
+from services.gateway.app import make_app
 from services.gateway.engine import GatewayEngine
 from services.gateway.errors import ApiError
 from services.gateway.requests import Limits
 from services.gateway.stream import ClientGone
+from services.gateway.uploads import BodyBudget, read_body
 from shared.log import Log
 from shared.messages.base import Msg
 from shared.messages.gateway import GroupState, RequestAccepted, RequestDone, RequestRefused, TokenOut

@@ -16,7 +16,8 @@ from shared.machine.memory_probe import probe_memory
 from shared.model.family import spec_of
 from shared.model.kv_layout import KV_BLOCK, kv_layout
 from shared.model.spec import ModelSpec
-from shared.planning.ledger import BUDGET_SHARE, Ledger, change_budget, make_ledger
+from shared.planning.ledger import BUDGET_SHARE, Ledger, make_ledger
+from shared.planning.slot_share import change_budget
 from shared.run.config import GroupConfig, Settings
 from tests.oracle import oracle_config
 

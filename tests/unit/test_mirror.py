@@ -364,7 +364,7 @@ def test_what_can_not_be_staged_is_refused(model: Path, tmp_path: Path, monkeypa
         out.write(b"\x99" * 64)
     with pytest.raises(ChecksumMismatch, match=r"layer 1 expert 6"):
         stage(container, plan_staging(container, tmp_path / "m", None, {}))
-    with staging._lock(tmp_path / "m"):
+    with staging.lock_of(tmp_path / "m"):
         assert "Another process is writing" in refused("stage", model, tmp_path / "m")
 
 

@@ -18,7 +18,7 @@ INSTALLED = ["/usr/lib/python311.zip", STDLIB, "/usr/lib/site-packages"]
 UP_HELP = f"{sys.executable} -P -m deploy.up --help"
 COLIBRI = f"{sys.executable} -P -m cli.main"
 DROP_WARM = (  # of nobody's memory
-    f"{sys.executable} -P -c 'from deploy import up; up._kept_sets = lambda settings: []; up.main()' --drop-warm"
+    f"{sys.executable} -P -c 'from deploy import up; up.kept_sets = lambda settings: []; up.main()' --drop-warm"
 )
 
 

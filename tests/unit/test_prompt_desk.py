@@ -19,8 +19,11 @@ from services.router.prompt_desk import Outcome, PromptDesk
 from services.router.tokenizer import ModelTokenizer
 from shared.errors import ContainerError, Refused
 from shared.log import Log
+from shared.machine.processes import process_start
 from shared.memory.prompt_room import prompt_room_bytes
 from shared.messages.router import Sampling, Submit
+from tests.support import inside
+from tests.support.waiting import wait_for
 
 EMBEDDED = Path(__file__).parents[2] / "models" / "fledgling"
 AT_MOST = 2047
@@ -183,9 +186,8 @@ def test_the_process_ends_with_its_parent(model: Path) -> None:
     loop = Loop(model)
     loop.desk.wait_loaded()
     pid = loop.desk.pid
-    loop.desk._outgoing.put(None)  # its stdin ends, as when the router is killed
-    loop.desk._process.wait(10)
-    assert not Path(f"/proc/{pid}/stat").exists() or loop.desk._process.returncode is not None
+    inside.end_input(loop.desk)
+    wait_for(lambda: process_start(pid) is None, "its end", 10)
     loop.desk.close()
 
 

@@ -119,7 +119,7 @@ def test_no_path_of_an_interpreter_breaks_supervisors_file(
     Path("supervisord.conf").write_text(render(config))
     options = ServerOptions()
     options.realize(["-c", "supervisord.conf"], doc="")
-    keeper._use_own_interpreter(options)
+    keeper.use_own_interpreter(options)
     (group,) = options.process_group_configs
     commands = {program.name: shlex.split(program.command) for program in group.process_configs}
     assert commands["router"] == [path, "-P", "-m", "services.router", "--config", "group.json"]

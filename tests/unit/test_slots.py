@@ -11,6 +11,7 @@ from services.expert_io.states import NEXT, READING, SlotState
 from services.expert_io.visit import Visit
 from shared.errors import StoreError
 from shared.experts.residency import POLICIES, KeepAll, passing_limit
+from tests.support import inside
 
 LAYERS = range(8)
 
@@ -383,7 +384,7 @@ def test_an_impossible_move_tells_the_slots_story() -> None:
     with pytest.raises(
         StoreError, match=r"Slot 0 is STALE with \(3, 7\) .* it can't become STALE .*GUESSING.*GUESSED.*STALE"
     ):
-        table._move(slot, SlotState.STALE)
+        inside.move(table, slot, SlotState.STALE)
 
 
 def test_a_broken_table_is_noticed() -> None:
@@ -397,15 +398,6 @@ def test_a_broken_table_is_noticed() -> None:
 
     fresh().check()
 
-    def lose_a_key(table: SlotTable) -> None:
-        del table._of_key[0, 1]
-
-    def free_twice(table: SlotTable) -> None:
-        table._free.append(table._free[0])
-
-    def forget_a_guess(table: SlotTable) -> None:
-        table._guessing.clear()
-
     def leave_unsaid(table: SlotTable) -> None:
         table.slots[0].is_leaving = True
 
@@ -417,7 +409,8 @@ def test_a_broken_table_is_noticed() -> None:
         assert slot
         slot.state = SlotState.HELD
 
-    for fault in (lose_a_key, free_twice, forget_a_guess, leave_unsaid, change_the_capacity, hold_a_candidate):
+    inner = (inside.lose_a_key, inside.free_twice, inside.forget_guesses)
+    for fault in (*inner, leave_unsaid, change_the_capacity, hold_a_candidate):
         table = fresh()
         fault(table)
         with pytest.raises(StoreError):
@@ -429,12 +422,12 @@ def test_stories_are_of_one_slot_and_remember_a_bounded_past() -> None:
     rng = random.Random(0)
     for step in range(3000):
         drive(begin(table, step, 0, [step % 5]), table, rng)
-    moves = table._stories.moves
-    assert len(moves) == moves.maxlen
+    n_moves, at_most = inside.room_for_moves(table)
+    assert n_moves == at_most
     for slot in table.slots:
         story = table.story(slot.index)
         assert story and story[-1].split(": ")[1].startswith(slot.state.name)
-        assert len(table.story(slot.index)) < len(moves)
+        assert len(table.story(slot.index)) < n_moves
 
 
 def test_a_slot_is_described_by_its_number_or_its_expert() -> None:

@@ -23,6 +23,8 @@ from shared.experts.traces import (
 )
 from shared.log import Log
 from shared.step.stages import StepKind
+from tests.support import inside
+from tests.support.waiting import wait_for
 
 HEADER = TraceHeader(model="m", fingerprint="f", n_experts=300, gate_k=2, record_bytes={3: 4096, 4: 8192})
 SPANS = [SpanNote("a", 1, 17, False), SpanNote("b", 2, 0, True)]
@@ -153,8 +155,7 @@ def test_the_recorder_keeps_order_and_counts_what_a_slow_disk_costs(
         recorder.begin(step, StepKind.DECODE, SPANS)
         recorder.choice(step, 3, IDS, WEIGHTS)
     disk.set()
-    while recorder._pending:
-        pass
+    wait_for(lambda: not inside.has_pending(recorder), "the disk to take what was waiting")
     recorder.begin(5000, StepKind.DECODE, SPANS)
     recorder.choice(5000, 4, IDS, WEIGHTS)
     recorder.close()

@@ -10,8 +10,9 @@ import pytest
 from native.memory import HUGE_PAGE
 from shared.log import Log
 from shared.memory import warm_sets
-from shared.memory.big_memory import DENSE, SLAB, Home, parse_name, run_path, warm_path
+from shared.memory.big_memory import Home
 from shared.memory.huge_pages import candidate_dirs, huge_bytes, memory_mounts, probe_place
+from shared.memory.named_file import DENSE, SLAB, parse_name, run_path, warm_path
 from shared.memory.segments import add_owner, sweep_dead_runs, unlink_run
 
 MODEL, OTHER = "0123456789abcdef", "fedcba9876543210"
