@@ -69,10 +69,10 @@ def run_kernels(
         if isa:
             isa_limit(isa)
         cache = last_cache_bytes(os.sched_getaffinity(0))
-        # The tiny sizes only show that everything works; they need no memory larger than the caches.
-        cold_bytes = COLD_FACTOR * cache if size != "tiny" else MIB
-        plain_bytes = max(cold_bytes, SMALLEST_PLAIN) if size != "tiny" else 4 * MIB
-        seconds, rounds = (0.3, 3) if is_quick else (2.0, 5)
+        cold_bytes, seconds, rounds = COLD_FACTOR * cache, *((0.3, 3) if is_quick else (2.0, 5))
+        plain_bytes = max(cold_bytes, SMALLEST_PLAIN)
+        if size == "tiny":  # only shows that everything works: needs neither time nor memory larger than the caches
+            cold_bytes, plain_bytes, seconds, rounds = MIB, 4 * MIB, 0.02, 2
         found = []
         with Pool(n_threads) as pool, HugeBuffer(plain_bytes) as plain:
             plain.array[:] = 1

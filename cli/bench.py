@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -41,10 +42,7 @@ def kernels(as_document: bool, isa: str | None, n_threads: int, quick: bool, siz
         report = run_kernels(isa, n_threads, quick, size, _progress)
     except NativeError as error:
         raise ConfigError(str(error)) from None
-    if as_document:
-        say_json(as_json(report), indent=1)
-    else:
-        say(as_text(report))
+    _show(report, as_document, as_json, as_text)
 
 
 MODEL = click.argument("model", type=PATH)
@@ -66,10 +64,7 @@ def store(model: Path, as_document: bool, quick: bool) -> None:
     from bench.store import as_json, as_text, run_store
 
     report = run_store(model, quick, _progress)
-    if as_document:
-        say_json(as_json(report), indent=1)
-    else:
-        say(as_text(report))
+    _show(report, as_document, as_json, as_text)
 
 
 @command.command("decode")
@@ -91,10 +86,7 @@ def decode(
 
     pilots = ("on", "off") if pilot == "both" else (pilot,)
     report = run_decode(_setup(model, ram, slots, limit), pilots, tokens, rounds, _progress)
-    if as_document:
-        say_json(as_json(report), indent=1)
-    else:
-        say(as_text(report))
+    _show(report, as_document, as_json, as_text)
 
 
 @command.command("prefill")
@@ -112,10 +104,7 @@ def prefill(
     from bench.prefill import as_json, as_text, run_prefill
 
     report = run_prefill(_setup(model, ram, slots, limit), prompt, rounds, _progress)
-    if as_document:
-        say_json(as_json(report), indent=1)
-    else:
-        say(as_text(report))
+    _show(report, as_document, as_json, as_text)
     return EXIT_OK if report.is_read_once else EXIT_FAULT
 
 
@@ -127,11 +116,7 @@ def start(model: Path | None, as_document: bool, rounds: int) -> None:
     """Time a start, a stop and a whole `colibri run`, beside bare interpreters with the same imports."""
     from bench.start import as_json, as_text, run_start
 
-    found = run_start(model, rounds, _progress)
-    if as_document:
-        say_json(as_json(found), indent=1)
-    else:
-        say(as_text(found))
+    _show(run_start(model, rounds, _progress), as_document, as_json, as_text)
 
 
 def _setup(model: Path, ram: str | None, slots: int | None, limit: str | None) -> Setup:
@@ -140,6 +125,16 @@ def _setup(model: Path, ram: str | None, slots: int | None, limit: str | None) -
     given = {"--ram": ram, "--slots": slots}
     arguments = tuple(str(word) for flag, value in given.items() if value is not None for word in (flag, value))
     return Setup(model, arguments, parse_bytes(limit, "limit") if limit else 0)
+
+
+def _show(
+    results: Any, as_document: bool, as_json: Callable[[Any], dict[str, Any]], as_text: Callable[[Any], str]
+) -> None:
+    """As a document for programs, or as text for people."""
+    if as_document:
+        say_json(as_json(results), indent=1)
+    else:
+        say(as_text(results))
 
 
 def _progress(text: str) -> None:
