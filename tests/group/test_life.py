@@ -201,27 +201,6 @@ def test_killed_service_comes_back(survivor: Group, service: str) -> None:
     assert group.tokens(PROMPT, 12) == before
 
 
-@pytest.mark.parametrize("service", ["router", "attention", "expert_io", "drafter"])
-def test_answer_survives_the_death_of_a_service(survivor: Group, service: str) -> None:
-    """The promise of the design: the stream is delayed, it neither ends nor changes."""
-    group = survivor
-    group.wait_ready()
-    n_tokens = 200
-    solo = group.tokens(PROMPT, n_tokens)
-    got: list[int] = []
-    is_killed = False
-    for event in group.stream(PROMPT, n_tokens):
-        assert "error" not in event, f"{event}\n{group.logs()}"
-        got += event_tokens(event)
-        if len(got) >= 20 and not is_killed:
-            group.kill(service)
-            is_killed = True
-    assert is_killed
-    assert got == solo
-    group.wait_ready()
-    assert group.tokens(PROMPT, 12) == solo[:12]
-
-
 def test_requests_that_come_while_the_router_starts_again_are_answered(survivor: Group) -> None:
     """The gateway may learn of its death only after it has sent them: into the socket of the next one."""
     group = survivor
