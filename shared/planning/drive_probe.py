@@ -135,7 +135,7 @@ def drives_of(container: Container, folder: Path | None, *, may_write: bool, rep
     return Drives(profiles[min(profiles)], len(profiles), together)
 
 
-def rate_at(directory: Path, record_bytes: int, folder: Path | None, *, report: Report = lambda _: None) -> float:
+def rate_at(directory: Path, record_bytes: int, folder: Path | None, *, report: Say = lambda _: None) -> float:
     """Bytes per second of reading records of this size in a directory that has none yet: kept from an earlier measurement, or
     measured with a file of its own that is removed again (some seconds); 0 where that can't be done."""
     try:
@@ -171,7 +171,7 @@ class DriveProbe:
     """Reads random records of an expert file's first copy for a moment per setting. Raises OSError, NativeError."""
 
     def __init__(self, file: ExpertFile, seed: int | None = None) -> None:
-        self._file = file
+        self.file = file
         self._experts = [expert for expert in range(file.n_experts) if file.copies[0].holds(expert)]
         self._random = random.Random(seed)
         self._fds = {False: os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)}
@@ -184,7 +184,7 @@ class DriveProbe:
 
     def _n_waiting(self, setting: ReadSetting) -> int:
         """Records in the queue: twice what is in flight, and at least two."""
-        return max(2, -(-2 * setting.depth * setting.piece_bytes // self._file.record_bytes))
+        return max(2, -(-2 * setting.depth * setting.piece_bytes // self.file.record_bytes))
 
     def rates(self, n_rounds: int = N_ROUNDS, sample_s: float = SAMPLE_S) -> dict[ReadSetting, list[float]]:
         """Bytes per second per setting and round; settings take turns, back and forth."""
@@ -199,7 +199,7 @@ class DriveProbe:
 
         What is buffered is read past what the page cache holds already.
         """
-        file, fd = self._file, self._fds[setting.is_direct]
+        file, fd = self.file, self._fds[setting.is_direct]
         free = list(range(self._n_waiting(setting)))
         waiting: dict[int, tuple[int, int]] = {}  # tag -> (slot, offset)
         tag = n_bytes = 0

@@ -265,7 +265,7 @@ def test_refusals(hub: HubServer, tmp_path: Path, refusals: dict[str, Fault], se
 def test_nobody_listens(repository: Path, tmp_path: Path) -> None:
     with HubServer(repository) as hub:
         pass
-    hub._server.server_address = ("127.0.0.1", 9)
+    hub.move_away()
     with pytest.raises(DownloadError, match=r"tries in a row brought nothing: .*refused"):
         fetch(hub, tmp_path / "out")
 

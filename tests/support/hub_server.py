@@ -78,6 +78,10 @@ class HubServer:
         self._thread.join()
         self._server.server_close()
 
+    def move_away(self) -> None:
+        """Once it has ended: its address is one where nobody listens, for sure."""
+        self._server.server_address = ("127.0.0.1", 9)
+
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
