@@ -38,8 +38,8 @@ from shared.container.reader import TOKENIZER_NAME, Container, no_tokenizer
 from shared.container.recognise import why_no_checkpoint
 from shared.errors import ConfigError, ContainerError
 from shared.files import read_file
-from shared.model.config_reader import read_json, without_mtp
-from shared.model.family import expert_source, ignores, load_spec, source_name
+from shared.model.config_reader import MTP_KEYS, read_json, without_mtp
+from shared.model.family import added, expert_source, ignores, load_spec, source_name
 from shared.model.tensors import Source
 from shared.model.tokenizer_file import load_tokenizer
 
@@ -72,6 +72,7 @@ _FOR_PEOPLE = ("LICENSE", "README.md")
 _COPY_LIMIT_BYTES = 256 << 20
 _OTHER_TOKENIZERS = ("tokenizer.model", "tiktoken.model", "vocab.json")
 _CHUNK_VALUES = 8 << 20
+_MTP_WORDS = " or ".join(f'"{key}"' for key in MTP_KEYS)
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 
 
@@ -247,9 +248,9 @@ class Conversion:
         names = self.checkpoint.tensors
         if self.spec.n_mtp and not any(map(self._is_mtp, names)):
             raise ContainerError(
-                f'{self.source}: config.json promises an MTP layer ("num_nextn_predict_layers"), but no tensor '
-                f"'model.layers.{self.spec.mtp_layer}.*' is there. Complete the checkpoint, or convert it without that layer: "
-                "--no-mtp (the same text, but no drafts)."
+                f"{self.source}: config.json promises an MTP layer ({_MTP_WORDS}), but no tensor "
+                f"'model.layers.{self.spec.mtp_layer}.*' or 'mtp.*' is there. Complete the checkpoint, or convert it "
+                "without that layer: --no-mtp (the same text, but no drafts)."
             )
         used: set[str] = set()
         for file in self.plan.dense:
@@ -265,7 +266,7 @@ class Conversion:
         if unknown and not self.spec.n_mtp and all(map(self._is_mtp, unknown)):
             raise ContainerError(
                 f"{self.checkpoint.where(unknown[0])}: the shards hold an MTP layer ({len(unknown)} tensors), which has no "
-                'place in a model whose config.json has no "num_nextn_predict_layers". Use the config.json that belongs '
+                f"place in a model whose config.json has no {_MTP_WORDS}. Use the config.json that belongs "
                 "to them, or convert without that layer: --no-mtp."
             )
         if unknown:
@@ -331,7 +332,7 @@ class Conversion:
         source = item.source or Source(item.name, item.shape)
         if item.name == HEAD and self.spec.tie_embeddings:
             source = Source(EMBEDDING, item.shape)
-        return msgspec.structs.replace(source, name=source_name(self.spec.family, source.name))
+        return msgspec.structs.replace(source, name=source_name(self.spec.family, source.name, self.spec.mtp_layer))
 
     # ---- making ---------------------------------------------------------------------------------------------------
 
@@ -339,11 +340,15 @@ class Conversion:
         """What an item is made from, unrounded: f32[n] of a vector, matrices in pieces of rows, a stack one by one."""
         source = self._source(item)
         if item.kind == "vector":
-            yield self.checkpoint.rows(source.name)
-        elif source.n_rows:
+            values, more = self.checkpoint.rows(source.name), np.float32(added(self.spec.family, item.name))
+            yield values + more if more else values
+        elif source.n_rows and item.stack > 1:
             yield from self._stacked(item, source)
+        elif source.n_rows:
+            yield from self._gathered(item, source)
         else:
-            yield from self.checkpoint.row_chunks(source.name, chunk_rows(source.shape[1]))
+            rows = self.checkpoint.row_chunks(source.name, chunk_rows(item.shape[1]))
+            yield from (part.reshape(len(part), -1) for part in rows)
 
     def embedding_rows(self, ids: Sequence[int]) -> F32:
         """f32[len(ids), hidden] of the embedding, without reading the rest of it."""
@@ -400,6 +405,19 @@ class Conversion:
             rows = self.checkpoint.rows(source.name, start, start + source.n_rows)
             yield np.ascontiguousarray(rows.T) if source.is_transposed else rows
 
+    def _gathered(self, item: DenseItem, source: Source) -> Iterator[F32]:
+        """One matrix out of blocks of rows, in pieces."""
+        n_rows, step = item.shape[0], chunk_rows(item.shape[1])
+        for start in range(0, n_rows, step):
+            stop, parts = min(start + step, n_rows), []
+            while start < stop:
+                block, within = divmod(start, source.n_rows)
+                n = min(source.n_rows - within, stop - start)
+                at = block * source.stride + source.start + within
+                parts.append(self.checkpoint.rows(source.name, at, at + n))
+                start += n
+            yield np.concatenate(parts)
+
     def _expert_sources(self, layer: ExpertFilePlan, expert: int) -> list[Source]:
         """Of the three matrices, then of their biases."""
         inner, hidden = layer.layout.inner, layer.layout.hidden
@@ -409,7 +427,7 @@ class Conversion:
         names = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")
         parts += [(name, (width,)) for name, width in zip(names, layer.layout.bias_widths)]
         place = (self.spec.family, layer.layer, expert, layer.n_experts)
-        return [expert_source(*place, part, shape) for part, shape in parts]
+        return [expert_source(*place, part, shape, self.spec.mtp_layer) for part, shape in parts]
 
     def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> Any:
         layer, expert = source

@@ -111,6 +111,11 @@ class AttnStep(ctypes.Structure):
         ("n_selected", _ptr),
         ("x", _ptr),
         ("hidden", _ptr),
+        ("state", _ptr),
+        ("records", _ptr),
+        ("state_of", _ptr),
+        ("n_states", _int32),
+        ("n_drafts", _int32),
     )
 
     def __init__(
@@ -167,6 +172,13 @@ class AttnStep(ctypes.Structure):
         self.n_sequences, self.table_stride = block_table.shape
         self.table = block_table
         self.n_rows = n_rows
+
+    def set_states(self, state_of: np.ndarray, n_states: int, n_drafts: int) -> None:
+        """state_of i32[S]: which of ``n_states`` states each table row's sequence has, for layers that keep one."""
+        self.state_of = checked(state_of, _i32, (None,), "AttnStep: state_of")
+        if len(state_of) < self.n_sequences:
+            raise NativeError(f"AttnStep: {len(state_of)} states for {self.n_sequences} sequences")
+        self.keep_states, self.n_states, self.n_drafts = state_of, n_states, n_drafts
 
 
 check_struct(AttnLayer, "cb_attn_layer")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from native.library import OK, NativeError, check_struct, declare, fail, lib
+from native.library import OK, NativeError, check_struct, constant, declare, fail, lib
 
-N_FIELDS = 16
+N_FIELDS = constant("CB_FRAME_FIELDS")
 
 
 class _Dims(ctypes.Structure):

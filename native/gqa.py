@@ -21,7 +21,7 @@ class GqaLayer(ctypes.Structure):
     """cb_gqa_layer: one layer's weights, given by keyword. Keeps arrays alive, but not what addresses point to.
 
     qk_norm is "none", "head" (q_norm and k_norm f32[C]) or "whole" (f32[H * C] and f32[K * C]). Biases f32 of their
-    projection's width, out_norm f32[D] and sinks f32[H] may be left out; without v, values are the keys as projected.
+    projection's width, out_norm f32[D], sinks f32[H] and gate may be left out; without v, values are the keys as projected.
     NativeError names what does not fit.
     """
 
@@ -33,7 +33,7 @@ class GqaLayer(ctypes.Structure):
         ("inv_freq", _ptr),
         *((name, _ptr) for name in ("input_norm", "q_norm", "k_norm", "post_norm", "out_norm")),
         *((name, _ptr) for name in ("q_bias", "k_bias", "v_bias", "o_bias", "sinks")),
-        *((name, Matrix) for name in ("q", "k", "v", "o")),
+        *((name, Matrix) for name in ("q", "k", "v", "o", "gate")),
     )
 
     def __init__(self, **values: Any) -> None:
@@ -64,6 +64,8 @@ class GqaLayer(ctypes.Structure):
         shapes = {"q": (q_width, self.hidden), "k": (kv_width, self.hidden), "o": (self.hidden, q_width)}
         if self.v.format != NONE:
             shapes["v"] = (kv_width, self.hidden)
+        if self.gate.format != NONE:
+            shapes["gate"] = (q_width, self.hidden)
         for name, shape in shapes.items():
             m: Matrix = getattr(self, name)
             if m.format == NONE or (m.out, m.in_) != shape:

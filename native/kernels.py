@@ -129,6 +129,7 @@ _ptr, _i64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cb_linear": (_int, [_ptr, ctypes.POINTER(Matrix), _ptr, _i64, _i64, _ptr, _i64]),
     "cb_rmsnorm": (_int, [_ptr, _ptr, _i64, _ptr, ctypes.c_float, _i64, _i64, _ptr, _i64]),
+    "cb_gate_rows": (_int, [_ptr, ctypes.POINTER(Matrix), _ptr, _i64, _ptr]),
     "cb_soft_cap": (_int, [_ptr, ctypes.c_float, _i64, _ptr]),
     "cb_ffn_forward": (_int, [_ptr, ctypes.POINTER(Ffn), _ptr, _i64, _int, _ptr]),
     "cb_expert_ffn": (_int, [_ptr, _ptr, _i64, _ptr, _i64, _ptr, _i64]),
@@ -166,6 +167,16 @@ def soft_cap(pool: Pool, cap: float, x: np.ndarray) -> None:
     status = lib.cb_soft_cap(pool.handle, cap, n_rows * n, checked(x, f32, (n_rows, n), "soft_cap: x"))
     if status != OK:
         raise fail("cb_soft_cap", status, f"cap {cap}, [{n_rows}, {n}]")
+
+
+def gate_rows(pool: Pool, gate: Matrix, h: np.ndarray | Rows, y: np.ndarray | Rows) -> None:
+    """y f32[T, D], row by row times sigmoid(gate h); gate [1, D] in f32, h f32[T, D]."""
+    n_rows, hidden = len(h), gate.in_
+    h_at = _at(h, f32, n_rows, hidden, "gate_rows: h")
+    y_at = _at(y, f32, n_rows, hidden, "gate_rows: y")
+    status = lib.cb_gate_rows(pool.handle, ctypes.byref(gate), h_at, n_rows, y_at)
+    if status != OK:
+        raise fail("cb_gate_rows", status, f"gate [{gate.out}, {hidden}], {n_rows} rows; expected [1, D] in f32")
 
 
 def ffn_forward(pool: Pool, ffn: Ffn, h: np.ndarray | Rows, y: np.ndarray | Rows, add: bool) -> None:

@@ -19,6 +19,7 @@ from cli.quality.schemes import Lane, round_activations, round_cache, round_quer
 from cli.quality.tensors import LaneWeights
 from shared.container.pack import F32
 from shared.errors import ContainerError
+from shared.model.inner import sigmoid
 from shared.model.spec import ModelSpec
 
 _LOGITS_AT_ONCE = 2 << 20
@@ -151,8 +152,13 @@ class Forward:
                 inner = self._activate(i, "expert", spec.inner.apply(x @ gate[i].T + on_gate, x @ up[i].T + on_up))
                 mixed[i][rows] += routes[i][1][rows, k][:, None] * (inner @ down[i].T + on_down)
         if spec.n_shared:
-            for out, shared in zip(mixed, self._ffn(prefix + "mlp.shared_experts.", h)):
-                out += shared
+            prefix += "mlp.shared_experts."
+            shares = self._ffn(prefix, h)
+            if spec.has_shared_gate:
+                gates = self.linear(prefix + "own_gate.weight", h)
+                shares = [share * sigmoid(gate) for share, gate in zip(shares, gates)]
+            for out, share in zip(mixed, shares):
+                out += share
         return mixed
 
 

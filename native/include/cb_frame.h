@@ -10,6 +10,7 @@
  *   seq          i32    [T]                      router     row of block_table
  *   logit_row    i32    [L]                      router (drafter: from its first pass on) rows whose logits are wanted
  *   block_table  i32    [S, B]                   router     KV blocks of each sequence (drafter uses the same numbers)
+ *   state        i32    [S]                      router     which state each sequence has, in layers that keep one
  *   embed        f32    [T, D]                   attention  embedding rows for the drafter
  *   layer_input  f32    [8, D]                   attention  few rows only: residual stream before a MoE layer, for PILOT
  *   hidden       f32    [T, D]                   attention or drafter: post-attention norm, input of gate and experts
@@ -52,7 +53,7 @@ typedef struct {
 
 /* Beyond a few rows the experts of a step are so many that guesses only lengthen a queue that is full anyway. */
 #define CB_PILOT_ROWS 8
-#define CB_FRAME_FIELDS 16
+#define CB_FRAME_FIELDS 17
 /* Fills out[CB_FRAME_FIELDS]; *total gets the frame's bytes, a multiple of 4096. */
 CB_API int cb_frame_layout(const cb_frame_dims *dims, cb_frame_field *out, int64_t *total);
 

@@ -235,6 +235,11 @@ typedef struct {
     int32_t *n_selected;        /* [T]; -1 = all positions up to the row's own */
     float *x;                   /* f32[T, D] residual stream, in and out */
     float *hidden;              /* f32[T, D] out: RMSNorm(x after attention, post_norm) */
+    /* Of layers that keep a state (below); the others do not look at it. */
+    void *state;                /* this layer's slots, two for each state */
+    void *records;              /* of drafted rows, [n_states][2][n_drafts] */
+    const int32_t *state_of;    /* [n_sequences]: which state a table row's sequence has */
+    int32_t n_states, n_drafts;
 } cb_attn_step;
 
 /* x += attention(RMSNorm(x, input_norm)); hidden = RMSNorm(x, post_norm). Scratch comes from the pool and is kept
@@ -263,12 +268,45 @@ typedef struct {
     const float *q_bias, *k_bias, *v_bias, *o_bias;
     const float *sinks;      /* f32[H]: one more logit of each head's softmax, without a value */
     cb_matrix q, k, v, o;    /* [H * head_dim, D], [n_kv_heads * head_dim, D] twice, [D, H * head_dim] */
+    cb_matrix gate;          /* [H * head_dim, D]: its sigmoid is on what the heads give; may be absent */
 } cb_gqa_layer;
 
 /* As cb_attn_forward. step->kv is [n_blocks][n_kv_heads][2 * CB_KV_BLOCK * head_dim] in kv_format: keys component by
  * component ([head_dim][CB_KV_BLOCK]), then values ([CB_KV_BLOCK][head_dim]). Not CB_KV_INT8. index_k, selected and n_selected are not
  * used. Blocks wholly outside a row's window are not looked up. */
 CB_API int cb_gqa_forward(cb_pool *pool, const cb_gqa_layer *layer, const cb_attn_step *step);
+
+/* ---- gated delta rule ------------------------------------------------------------------------------------------ */
+
+/* One layer's weights: a causal convolution over few positions and a state that each token rewrites (docs/numerics.md).
+ * K key heads of dk, V value heads of dv (multiples of 16; V a multiple of K), C = 2 K dk + V dv channels: queries, keys, values.
+ * Value head h reads key head h / (V / K). */
+typedef struct {
+    int32_t hidden, n_key_heads, n_value_heads, key_dim, value_dim, taps;
+    float rms_eps;
+    int32_t pad_;
+    const float *input_norm, *post_norm, *norm; /* f32[D], f32[D], f32[dv] */
+    const float *a_log, *dt_bias;               /* f32[V] */
+    cb_matrix qkv, z, a, b, out; /* [C, D], [V dv, D], [V, D] twice, [D, V dv] */
+    cb_matrix conv;              /* [C, taps], CB_F32 */
+} cb_delta_layer;
+
+/* f32 values of one slot: its head (64 bytes), the last taps - 1 inputs of the convolution, S[V][dk][dv]; and of one record.
+ * CB_EINVAL for sizes that are none. */
+CB_API int64_t cb_delta_state_values(const cb_delta_layer *layer);
+CB_API int64_t cb_delta_record_values(const cb_delta_layer *layer);
+
+/* As cb_attn_forward; positions of a sequence follow each other without a gap, and all its rows are together.
+ *
+ * A state has two slots. A call reads the one that belongs to its first position and rewrites the other, so it may be done again
+ * after it was cut off anywhere: a slot is valid only from its last write on. The last n_drafts rows of a sequence (all but the
+ * first, where they are fewer) are kept as records instead: the next call starts at any position behind the first of them, and
+ * takes in the records up to there. A sequence's first position is 0. CB_EINVAL when no slot belongs to a first position. */
+#define CB_DELTA_MAX_DRAFTS 64
+CB_API int cb_delta_forward(cb_pool *pool, const cb_delta_layer *layer, const cb_attn_step *step);
+
+/* y f32[T, D], row by row times sigmoid(gate h): gate [1, D] CB_F32, h f32[T, D]. */
+CB_API int cb_gate_rows(cb_pool *pool, const cb_matrix *gate, const float *h, int64_t n_rows, float *y);
 
 /* The largest n of scores f32[n], ascending positions into out i32[min(k, n)]; ties prefer the lower position; linear
  * time. A NaN counts as less than every number; 0 and -0 are equal. Returns the count. */

@@ -33,6 +33,7 @@ int cb_frame_layout(const cb_frame_dims *d, cb_frame_field *out, int64_t *total)
         {"seq", "i4", 4, 1, {d->rows, 1, 1}},
         {"logit_row", "i4", 4, 1, {d->logit_rows, 1, 1}},
         {"block_table", "i4", 4, 2, {d->sequences, d->blocks_per_sequence, 1}},
+        {"state", "i4", 4, 1, {d->sequences, 1, 1}},
         {"embed", "f4", 4, 2, {d->rows, d->hidden, 1}},
         {"layer_input", "f4", 4, 2, {CB_PILOT_ROWS, d->hidden, 1}},
         {"hidden", "f4", 4, 2, {d->rows, d->hidden, 1}},

@@ -149,6 +149,24 @@ static int output(const cb_gqa_call *c, const float *heads, int64_t row0, int64_
     return status;
 }
 
+typedef struct {
+    const cb_gqa_layer *layer;
+    float *heads, *gate; /* [n, H * head_dim] */
+} gate_arg;
+
+static void gate_job(void *arg, int64_t begin, int64_t end, int thread)
+{
+    const gate_arg *a = arg;
+    int64_t width = a->layer->q.out;
+    (void)thread;
+    for (int64_t i = begin; i < end; i++) {
+        float *heads = a->heads + i * width, *gate = a->gate + i * width;
+        cb_kernels.sigmoid(gate, width, gate);
+        for (int64_t e = 0; e < width; e++)
+            heads[e] = heads[e] * gate[e];
+    }
+}
+
 static int tile(const cb_gqa_call *c, int64_t row0, int64_t n)
 {
     const cb_gqa_layer *l = c->layer;
@@ -156,13 +174,20 @@ static int tile(const cb_gqa_call *c, int64_t row0, int64_t n)
     float *h = c->step->hidden + row0 * D;
     float *q = cb_scratch(c->pool, n * q_width * 4), *k = cb_scratch(c->pool, n * kv_width * 4);
     float *v = cb_scratch(c->pool, n * kv_width * 4), *ones = cb_scratch(c->pool, dim * 4);
-    if (!q || !k || !v || !ones)
+    bool has_gate = l->gate.format != CB_NONE;
+    float *gate = has_gate ? cb_scratch(c->pool, n * q_width * 4) : NULL;
+    if (!q || !k || !v || !ones || (has_gate && !gate))
         return CB_ENOMEM;
     for (int64_t e = 0; e < dim; e++)
         ones[e] = 1.0f;
     cb_rmsnorm_internal(c->pool, c->step->x + row0 * D, D, l->input_norm, l->rms_eps, n, D, h, D);
-    cb_product products[3] = {{&l->q, q, q_width}, {&l->k, k, kv_width}, {&l->v, v, kv_width}};
-    int status = cb_products(c->pool, products, l->v.format == CB_NONE ? 2 : 3, h, D, n);
+    cb_product products[4] = {{&l->q, q, q_width}, {&l->k, k, kv_width}};
+    int n_products = 2;
+    if (l->v.format != CB_NONE)
+        products[n_products++] = (cb_product){&l->v, v, kv_width};
+    if (has_gate)
+        products[n_products++] = (cb_product){&l->gate, gate, q_width};
+    int status = cb_products(c->pool, products, n_products, h, D, n);
     if (status != CB_OK)
         return status;
     shape_arg shape = {c, row0, q, k, v, ones};
@@ -170,6 +195,9 @@ static int tile(const cb_gqa_call *c, int64_t row0, int64_t n)
     store_arg store = {c, row0, n, k, v};
     cb_parallel_for(c->pool, n * l->n_kv_heads, cb_attn_grain(8 * dim), store_job, &store);
     status = cb_gqa_attend(c, row0, n, q);
+    gate_arg gating = {l, q, gate};
+    if (status == CB_OK && has_gate)
+        cb_parallel_for(c->pool, n, 8, gate_job, &gating);
     if (status == CB_OK)
         status = output(c, q, row0, n);
     if (status == CB_OK)
@@ -193,7 +221,8 @@ static bool is_layer_valid(const cb_gqa_layer *l)
         return false;
     int64_t q_width = (int64_t)l->n_heads * l->head_dim, kv_width = (int64_t)l->n_kv_heads * l->head_dim;
     return is_matrix(&l->q, q_width, l->hidden) && is_matrix(&l->k, kv_width, l->hidden) &&
-           (l->v.format == CB_NONE || is_matrix(&l->v, kv_width, l->hidden)) && is_matrix(&l->o, l->hidden, q_width);
+           (l->v.format == CB_NONE || is_matrix(&l->v, kv_width, l->hidden)) &&
+           (l->gate.format == CB_NONE || is_matrix(&l->gate, q_width, l->hidden)) && is_matrix(&l->o, l->hidden, q_width);
 }
 
 static int forward(cb_gqa_call *c)

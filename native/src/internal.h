@@ -110,7 +110,8 @@ typedef struct {
      * when given. Returns false when a result is not finite. */
     bool (*reduce)(const float *parts, int64_t stride, const float *weight, const int32_t *order, int64_t k,
                    const float *shared, int64_t n, float *out);
-    const char *vector_isa; /* of quantise .. reduce */
+    const struct cb_delta_table *delta;
+    const char *vector_isa; /* of quantise .. delta */
     struct cb_attn_table *attn; /* owned by the attention files */
     const struct cb_gqa_table *gqa;
 } cb_table;

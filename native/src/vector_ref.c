@@ -1,6 +1,6 @@
 /* vector_ref.c: the definitions of what works on one row: norms, SiLU, sigmoid, the sum over experts. */
 #include "cbmath.h"
-#include "internal.h"
+#include "delta.h"
 
 /* Sum of 16 lanes as a tree: s_l += s_{l+8}, +4, +2, +1. */
 static float fold(float s[16])
@@ -67,5 +67,6 @@ void cb_vector_table_ref(cb_table *t)
     t->silu_mul = cb_silu_mul_ref;
     t->sigmoid = cb_sigmoid_ref;
     t->reduce = cb_reduce_ref;
+    t->delta = &cb_delta_table_ref;
     t->vector_isa = cb_isa_names[CB_ISA_REF];
 }

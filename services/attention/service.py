@@ -59,6 +59,7 @@ class AttentionService(Service):
         place.keep(weights)
         self._pool, self._counters, self._timer = place.pool, place.counters, place.timer
         self._has_pilot = config.pilot == "on"
+        self._n_states, self._n_drafts = config.max_sequences, config.n_drafts
         frame = place.frame(0)
         self._pilot_rows = len(frame.layer_input)
         n_rows = len(frame.token)
@@ -66,7 +67,7 @@ class AttentionService(Service):
         self._final = np.empty((n_rows, spec.hidden), np.float32)
         # What the kernels index with is copied: after an abort the router fills the frame while this step is being left.
         self._position, self._seq = np.empty_like(frame.position), np.empty_like(frame.seq)
-        self._table = np.empty_like(frame.block_table)
+        self._table, self._state = np.empty_like(frame.block_table), np.empty_like(frame.state)
         # One set of rows serves all layers of a step; only the cache below it changes.
         self._rows, self._caches = attention_step(spec.main_attention, config, self._x, place.segment(KV))
         # Beside the experts: the branch's share of the layer in flight, and room to norm in.
@@ -126,7 +127,9 @@ class AttentionService(Service):
         self._position[:n] = frame.position[:n]
         self._seq[:n] = frame.seq[:n]
         table[:] = frame.block_table[: plan.n_sequences]
+        self._state[: plan.n_sequences] = frame.state[: plan.n_sequences]
         self._rows.set_rows(n, self._position, self._seq, table, frame.hidden)
+        self._rows.set_states(self._state, self._n_states, self._n_drafts)
         self._run = StepRun(plan)
         try:
             with self._timer.stage(Stage.EMBED):

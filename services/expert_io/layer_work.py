@@ -11,8 +11,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from native.kernels import Ffn, Rows, expert_reduce, ffn_forward
+from native.kernels import Ffn, Rows, expert_reduce, ffn_forward, gate_rows
 from native.library import Pool, address
+from native.matrix import ACT_F32, Matrix
 from services.expert_io.engine import Work
 from shared.container.format import owner_of
 from shared.container.layer_weights import DensePart
@@ -22,6 +23,7 @@ from shared.memory.big_memory import Home
 from shared.memory.named_file import SHARED_EXPERTS
 from shared.messages.layer import HiddenReady
 from shared.model.spec import ModelSpec
+from shared.model.tensors import matrix_of
 from shared.step.frame import Frame, FrameSet
 
 FEW_PAIRS = 32
@@ -42,11 +44,13 @@ class SharedExperts:
             home,
         )
         self.of_layer: dict[int, Ffn] = {}
-        if spec.n_shared:
-            self.of_layer = {
-                layer: spec.inner.kernel(f"model.layers.{layer}.mlp.shared_experts.", self.part.tensors)
-                for layer in layers
-            }
+        self.gates: dict[int, Matrix] = {}
+        """Those that have one: rows are multiplied with its sigmoid."""
+        for layer in layers if spec.n_shared else ():
+            prefix, tensors = f"model.layers.{layer}.mlp.shared_experts.", self.part.tensors
+            self.of_layer[layer] = spec.inner.kernel(prefix, tensors)
+            if spec.has_shared_gate:
+                self.gates[layer] = matrix_of(tensors[f"{prefix}own_gate.weight"], ACT_F32)
 
     def close(self) -> None:
         self.part.close()
@@ -173,10 +177,11 @@ class LayerWork:
 
     def run_shared(self, begin: int, end: int) -> None:
         """The layer's shared expert on these rows."""
-        ffn = self._shared.of_layer[self.layer]
-        ffn_forward(
-            self._pool, ffn, self._of_frame.hidden.part(begin, end), self._shared_out.part(begin, end), add=False
-        )
+        ffn, gate = self._shared.of_layer[self.layer], self._shared.gates.get(self.layer)
+        hidden, out = self._of_frame.hidden.part(begin, end), self._shared_out.part(begin, end)
+        ffn_forward(self._pool, ffn, hidden, out, add=False)
+        if gate is not None:
+            gate_rows(self._pool, gate, hidden, out)
 
     def fail(self, expert: int, code: ErrorCode, message: str) -> None:
         """The rows that want this expert can't go on."""

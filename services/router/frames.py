@@ -8,7 +8,7 @@ from shared.step.frame import Frame
 
 
 def fill_main(frame: Frame, plan: MainPlan) -> None:
-    """token, position, seq, logit_row and block_table of a main step."""
+    """token, position, seq, logit_row, block_table and state of a main step."""
     for span in plan.spans:
         end = span.first + span.n_rows
         frame.token[span.first : end] = span.tokens
@@ -16,6 +16,7 @@ def fill_main(frame: Frame, plan: MainPlan) -> None:
         frame.seq[span.first : end] = span.table_row
         blocks = span.sequence.blocks
         frame.block_table[span.table_row, : len(blocks)] = blocks
+        frame.state[span.table_row] = span.sequence.state
         if span.n_logits:
             frame.logit_row[span.logit_first : span.logit_first + span.n_logits] = range(end - span.n_logits, end)
 

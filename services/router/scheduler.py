@@ -1,6 +1,6 @@
 """The scheduler: which rows run in the next step, and what a finished step means. Pure: requests in, plans out.
 
-Owns the waiting and running sequences and the KV blocks. One step holds the decode rows of every running sequence
+Owns the waiting and running sequences, the KV blocks and the states. One step holds the decode rows of every running sequence
 (the newest token and its drafts) and at most one prefill chunk. Promise: a row's tokens never depend on its
 neighbours, so any plan gives the same text; plans decide speed alone.
 """
@@ -16,7 +16,7 @@ from shared.model.kv_layout import blocks_for
 
 
 class BlockPool:
-    """Free KV blocks, lowest number first so that a small group touches little memory."""
+    """Free KV blocks (or states), lowest number first so that a small group touches little memory."""
 
     def __init__(self, n_blocks: int) -> None:
         self._free = list(range(n_blocks - 1, -1, -1))
@@ -117,6 +117,7 @@ class Scheduler:
         all_logits: bool = False,
     ) -> None:
         self._pool = BlockPool(n_blocks)
+        self._states = BlockPool(max_sequences)
         self._max_sequences = max_sequences
         self._prefill_chunk = prefill_chunk
         self._max_rows = max_rows
@@ -142,6 +143,7 @@ class Scheduler:
         """Forget a sequence and free its blocks; the caller has made sure that no step in flight uses it."""
         if sequence in self.running:
             self.running.remove(sequence)
+            self._states.give_back([sequence.state])
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._pool.give_back(sequence.blocks)
@@ -157,6 +159,7 @@ class Scheduler:
                 return
             self.waiting.popleft()
             sequence.blocks = self._pool.take(n)
+            [sequence.state] = self._states.take(1)
             self.running.append(sequence)
 
     # -- steps -----------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ class Sequence:
         default_factory=list
     )  # guesses of the tokens behind the newest; whoever has some puts them here
     blocks: list[int] = field(default_factory=list)
+    state: int = -1  # which of the group's states is its own while it runs
     n_drafted: int = 0
     n_accepted: int = 0
     error: Fault | None = None

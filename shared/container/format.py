@@ -292,6 +292,8 @@ def _layer_tensors(spec: ModelSpec, layer: int) -> Iterator[PlannedTensor]:
         yield planned_matrix(f"{ffn}.gate_proj", "shared", inner, hidden)
         yield planned_matrix(f"{ffn}.up_proj", "shared", inner, hidden)
         yield planned_matrix(f"{ffn}.down_proj", "shared", hidden, inner)
+        if spec.has_shared_gate and ffn != "mlp":
+            yield planned_matrix(f"{ffn}.own_gate", "exact", 1, hidden)
     if is_mtp:
         yield planned_vector("shared_head.norm.weight", hidden)
 

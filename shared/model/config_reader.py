@@ -38,9 +38,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Where config.json says how many MTP layers there are."""
+
+
 def without_mtp(config: Config) -> dict[str, Any]:
     """A config.json that promises no MTP layer."""
-    return {**config, "num_nextn_predict_layers": 0}
+    found = {**config, MTP_KEYS[0]: 0}
+    for part in (found, text := config.get("text_config")):
+        if isinstance(part, dict) and MTP_KEYS[1] in part:
+            found = {**found, "text_config": {**text, MTP_KEYS[1]: 0}} if part is text else {**found, MTP_KEYS[1]: 0}
+    return found
 
 
 class ReadRope(msgspec.Struct, frozen=True):
@@ -122,12 +130,12 @@ class ConfigReader:
             f'config.json: "{key}" must be {expected}, found {text}. Use the config.json that came with the weights.'
         )
 
-    def n_mtp(self) -> int:
+    def n_mtp(self, key: str = MTP_KEYS[0]) -> int:
         """MTP layers: none or one."""
-        n_layers = self.integer("num_nextn_predict_layers", 0, low=0)
+        n_layers = self.integer(key, 0, low=0)
         if n_layers > 1:
             raise ConfigError(
-                f'config.json: "num_nextn_predict_layers" is {n_layers:,}, but only one MTP layer is understood. Convert the '
+                f'config.json: "{key}" is {n_layers:,}, but only one MTP layer is understood. Convert the '
                 "model without: --no-mtp (the same text, but no drafts)."
             )
         return n_layers

@@ -44,19 +44,33 @@ def module(model_type: Any) -> Family:
     return found  # type: ignore[no-any-return]
 
 
-def expert_source(family: str, layer: int, expert: int, n_experts: int, part: str, shape: tuple[int, ...]) -> Source:
+def expert_source(
+    family: str, layer: int, expert: int, n_experts: int, part: str, shape: tuple[int, ...], mtp_layer: int = -1
+) -> Source:
     """What a checkpoint of ``family`` has of an expert. ``part``: "gate_proj.weight", "up_proj.bias", ... of this shape."""
-    own = getattr(module(family), "expert_source", None)
+    own, prefix = getattr(module(family), "expert_source", None), f"model.layers.{layer}."
     if own:
-        found: Source = own(layer, expert, n_experts, part, shape)
+        found: Source = own(source_name(family, prefix, mtp_layer), expert, n_experts, part, shape)
         return found
-    return Source(source_name(family, f"model.layers.{layer}.mlp.experts.{expert}.{part}"), shape)
+    return Source(source_name(family, f"{prefix}mlp.experts.{expert}.{part}", mtp_layer), shape)
 
 
-def source_name(family: str, name: str) -> str:
-    """The name under which a checkpoint of ``family`` has the tensor that is ``name`` in every container."""
-    own = getattr(module(family), "source_name", None)
+def source_name(family: str, name: str, mtp_layer: int = -1) -> str:
+    """The name under which a checkpoint of ``family`` has the tensor that is ``name`` in every container.
+
+    ``mtp_layer``: the number of the MTP layer, which some families have under names of its own.
+    """
+    found, prefix = module(family), f"model.layers.{mtp_layer}."
+    if name.startswith(prefix) and hasattr(found, "mtp_source_name"):
+        return str(found.mtp_source_name(name.removeprefix(prefix)))
+    own = getattr(found, "source_name", None)
     return str(own(name)) if own else name
+
+
+def added(family: str, name: str) -> float:
+    """What is to be added to the values that a checkpoint of ``family`` has of the vector ``name``."""
+    own = getattr(module(family), "added", None)
+    return float(own(name)) if own else 0.0
 
 
 def ignores(family: str, name: str) -> bool:

@@ -80,3 +80,8 @@ def silu(x: F32) -> F32:
     # exp of a large positive number may overflow to infinity: the quotient is then the 0 it should be
     with np.errstate(over="ignore"):
         return np.asarray(x / (np.float32(1.0) + np.exp(-x)), np.float32)
+
+
+def sigmoid(x: F32) -> F32:
+    with np.errstate(over="ignore"):
+        return np.asarray(np.float32(1.0) / (np.float32(1.0) + np.exp(-x)), np.float32)

@@ -2,8 +2,8 @@
 
 Blocks hold ``KV_BLOCK`` positions. What a layer caches of every position (``Attention.rows``) is ``n_blocks`` blocks in the
 KV format (``native/include/colibri.h``), one behind the other; a sequence's block table names the same block numbers in every
-layer and in the MTP layer's own segment. Of a layer with a state per sequence, behind its rows, lie
-``[sequences + snapshots][n_values]`` f32 and ``[sequences][drafts][draft_values]`` f32.
+layer and in the MTP layer's own segment. Of a layer with a state per sequence, behind its rows, lie its slots, two of each
+sequence (``SequenceState``): ``[2 * sequences + snapshots][n_values]`` f32 and ``[2 * sequences][drafts][draft_values]`` f32.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from shared.run.config import GroupConfig
 
 _ALIGN = 4096
-_STATE_ITEM_BYTES = 4
+STATE_ITEM_BYTES = 4
+SLOTS = 2
+"""Of each state: the one that a step reads, and the one that it writes."""
 
 
 @dataclass(frozen=True)
 class StatePlaces:
-    """How many states a segment holds: one per open sequence, ``n_drafts`` records of each for drafts, and snapshots."""
+    """How many states a segment holds: one per open sequence, in two slots with ``n_drafts`` records each, and snapshots."""
 
     n_sequences: int = 0
     n_drafts: int = 0
@@ -57,10 +59,10 @@ def kv_layout(
         rows = tuple(place(n_blocks * KV_BLOCK * kv_row_bytes(kv_dtype, part.n_values)) for part in attention.rows)
         state = drafts = None
         if attention.state is not None:
-            n_states = states.n_sequences + states.n_snapshots
-            state = place(n_states * attention.state.n_values * _STATE_ITEM_BYTES)
-            n_records = states.n_sequences * states.n_drafts
-            drafts = place(n_records * attention.state.draft_values * _STATE_ITEM_BYTES)
+            n_slots = SLOTS * states.n_sequences + states.n_snapshots
+            state = place(n_slots * attention.state.n_values * STATE_ITEM_BYTES)
+            n_records = SLOTS * states.n_sequences * states.n_drafts
+            drafts = place(n_records * attention.state.draft_values * STATE_ITEM_BYTES)
         found.append(LayerKv(rows, state, drafts))
     return KvLayout(tuple(found), n_blocks, max(end, _ALIGN))
 

@@ -38,6 +38,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int
     eos_ids: tuple[int, ...]
     tie_embeddings: bool
+    shared_width: int = 0
+    """Of the shared expert; 0: n_shared times a routed one's."""
+    has_shared_gate: bool = False
+    """The shared expert's rows are multiplied with sigmoid(own_gate h), a number per row."""
     branch: DenseBranch | None = None
     """Beside the experts of every main MoE layer."""
     embedding_scale: float = 1.0
@@ -51,7 +55,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shared_inner(self) -> int:
-        return self.expert_inner * self.n_shared
+        return self.shared_width or self.expert_inner * self.n_shared
 
     @property
     def expert_values(self) -> int:
@@ -72,6 +76,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def n_selected(self) -> int:
         """Key positions that a row hands from layer to layer."""
         return max(attention.n_selected for attention in self.attention)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a layer keeps a state of each sequence."""
+        return any(attention.state for attention in self.attention)
 
     @property
     def kv_dtypes(self) -> tuple[str, ...]:

@@ -20,8 +20,8 @@ class Source(msgspec.Struct, frozen=True):
     ``index``: only this entry of its first dimension counts, and of that every ``step``-th row from ``start`` on, ``n_rows``
     at most if that is not 0.
 
-    Without it, ``n_rows`` = 0: the whole tensor. Else matrix ``i`` of a stack is rows ``i * stride + start`` .. ``+ n_rows``
-    of it, transposed if ``is_transposed``.
+    Without it, ``n_rows`` = 0: the whole tensor, its dimensions behind the first taken as one. Else block ``i`` is rows ``i *
+    stride + start`` .. ``+ n_rows`` of it, transposed if ``is_transposed``: a matrix of a stack, or so many rows of one matrix.
     """
 
     name: str

@@ -252,13 +252,17 @@ def _ledger(
     if settings.record_routing:
         fixed.append(Line("router", "records that wait for the disk", _RECORDER_BYTES))
     fixed += [Line(owner, "process", size) for owner, size in _PROCESS_BYTES.items() if owner != "drafter" or n_drafts]
+    states, state_bytes = StatePlaces(n_sequences, n_drafts), 0
+    if spec.has_states:
+        state_bytes = kv_layout(spec.main_attention, settings.kv_dtype, 0, states).total_bytes
+        fixed.append(Line(SHARED, f"states of {n_sequences} sequences, each twice", state_bytes))
     rest = budget - sum(line.bytes for line in fixed) - min_slots * slot_bytes
 
     def kv_lines(context: int) -> list[Line]:
-        n_blocks, states = n_sequences * blocks_for(context), StatePlaces(n_sequences, n_drafts)
-        has_states = any(attention.state for attention in spec.main_attention)
-        what = f"KV{' and states' if has_states else ''} of {n_sequences} sequences x {context:,} tokens, {settings.kv_dtype}"
-        lines = [Line(SHARED, what, kv_layout(spec.main_attention, settings.kv_dtype, n_blocks, states).total_bytes)]
+        n_blocks = n_sequences * blocks_for(context)
+        what = f"KV of {n_sequences} sequences x {context:,} tokens, {settings.kv_dtype}"
+        size = kv_layout(spec.main_attention, settings.kv_dtype, n_blocks, states).total_bytes - state_bytes
+        lines = [Line(SHARED, what, size)]
         if n_drafts:
             size = kv_layout(spec.mtp_attention, settings.kv_dtype, n_blocks, states).total_bytes
             lines.append(Line(SHARED, "KV of the MTP layer", size))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from shared.container.format import Facts
+from shared.model.kv_layout import STATE_ITEM_BYTES
 from shared.model.spec import ModelSpec
 from shared.planning.ledger import DEFAULT_CHUNK, MAX_CHUNK, Ledger
 
@@ -26,7 +27,7 @@ class Speed(msgspec.Struct, frozen=True):
     routed_bytes: int
     """Expert records a token uses."""
     resident_bytes: int
-    """Dense weights, gates and shared experts that a token reads from memory."""
+    """Dense weights, gates and shared experts that a token reads from memory, and its sequence's states, read and rewritten."""
     hit_rate: float
     """Slots over experts: what uniform routing would hit. Real routing is more skewed, hence better."""
     cold: tuple[float, float]
@@ -40,7 +41,8 @@ def predict_speed(spec: ModelSpec, facts: Facts, ledger: Ledger, disk_bytes_s: f
     """``disk_bytes_s``: of expert-sized reads; ``memory_bytes_s``: of reading with all threads."""
     main = [size for size, layer in zip(facts.record_bytes, spec.moe_layers) if layer < spec.n_layers]
     routed = spec.gate_k * sum(main)
-    resident = facts.dense_bytes - facts.embed_bytes + facts.gate_bytes + facts.shared_bytes
+    states = sum(2 * STATE_ITEM_BYTES * layer.state.n_values for layer in spec.main_attention if layer.state)
+    resident = facts.dense_bytes - facts.embed_bytes + facts.gate_bytes + facts.shared_bytes + states
     hit_rate = min(ledger.n_slots / max(len(main) * spec.n_experts, 1), 1.0)
 
     def rates(miss_rate: float) -> tuple[float, float]:
@@ -70,7 +72,7 @@ def covering_chunk(spec: ModelSpec, facts: Facts, disk_bytes_s: float, ops_s: fl
 
 
 def _weights_per_row(spec: ModelSpec) -> int:
-    """Weights that a row is multiplied with in one MoE layer: its experts, what is beside them, the attention's projections."""
+    """Weights that a row is multiplied with in a MoE layer: its experts, what is beside them, the attention's (on average)."""
     experts = 3 * spec.hidden * (spec.gate_k * spec.expert_inner + spec.shared_inner)
     beside = spec.branch.weights_per_row if spec.branch else 0
-    return experts + beside + spec.attention[spec.moe_layers[0]].weights_per_row
+    return experts + beside + sum(layer.weights_per_row for layer in spec.main_attention) // spec.n_layers

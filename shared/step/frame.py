@@ -72,6 +72,7 @@ class Frame:
     seq: I32  # [T]
     logit_row: I32  # [L]
     block_table: I32  # [S, B]
+    state: I32  # [S]
     embed: F32  # [T, D]
     layer_input: F32  # [8, D]; PILOT guesses for as many rows
     hidden: F32  # [T, D]

@@ -31,6 +31,7 @@ class Dims:
     sinks: bool = False
     has_v: bool = True
     out_norm: bool = False
+    gate: bool = False
     amplitude: float = 1.0
 
 
@@ -65,6 +66,8 @@ def random_layer(d: Dims, seed: int) -> Attention:
         w["o_bias"] = near(0, d.hidden)
     if d.sinks:
         w["sinks"] = near(1, d.n_heads, 2.0)
+    if d.gate:
+        w["gate"] = normal(q_width, d.hidden, gain=2.0)
     if d.out_norm:
         w["out_norm"] = near(1, d.hidden)
     inv_freq = (1e4 ** (-np.arange(d.rope // 2) / max(1, d.rope // 2))).astype(np.float32).astype(np.float64)

@@ -25,7 +25,7 @@ CROSS_CC, CROSS_ROOT, QEMU = "aarch64-linux-gnu-gcc", Path("/usr/aarch64-linux-g
 PATH = os.pathsep.join([os.environ.get("PATH", ""), str(Path(sys.executable).parent)])
 MODE = ("full",) if IS_FULL else ()
 CPUS = [("max", ["ref", "neon", "neondot"]), ("cortex-a72", ["ref", "neon"])]  # with dot products, and without
-FAMILIES = ("linear", "experts", "rows", "attention", "gqa", "plain")
+FAMILIES = ("linear", "experts", "rows", "attention", "gqa", "delta", "plain")
 
 
 @dataclass

@@ -35,6 +35,7 @@ CASES = {
                             out_norm=True),
     "interleaved_clipped": Dims(interleave=True, rope=20, clip=1.5, qk_norm="whole"),
     "odd_sizes": Dims(hidden=41, n_heads=33, n_kv_heads=3, head_dim=21, rope=6, bias=True),
+    "gated": Dims(qk_norm="head", rope=8, gate=True),
     "no_rope": Dims(rope=0, n_heads=2, n_kv_heads=1),
 }  # fmt: skip
 N = 150

@@ -54,7 +54,7 @@ class Attention:
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    w: dict[str, F64]  # q, k, v, o, input_norm, post_norm; q_norm, k_norm, out_norm; *_bias; sinks
+    w: dict[str, F64]  # q, k, v, o, gate, input_norm, post_norm; q_norm, k_norm, out_norm; *_bias; sinks
     inv_freq: F64
     eps: float
     scale: float
@@ -119,6 +119,8 @@ def attend(layer: Attention, q: F64, k: F64, v: F64, position: np.ndarray) -> tu
 
 def finish(layer: Attention, x: F64, heads: F64) -> tuple[F64, F64]:
     """The residual after attention, and what the feed-forward half reads."""
+    if "gate" in layer.w:
+        heads = heads / (1 + np.exp(-(rms_norm(x, layer.w["input_norm"], layer.eps) @ layer.w["gate"].T)))
     y = heads @ layer.w["o"].T + layer.w.get("o_bias", 0.0)
     if "out_norm" in layer.w:
         y = rms_norm(y, layer.w["out_norm"], layer.eps)

@@ -17,11 +17,13 @@ import numpy.typing as npt
 from shared.container.entries import Tensor
 from shared.container.plain import dense_values, expert_biases, expert_values
 from shared.container.reader import Container, aligned_buffer
+from shared.model.attention.delta import Delta
 from shared.model.attention.grouped import Grouped
 from shared.model.attention.latent import Indexer
 from shared.model.inner import Inner
 from shared.model.rope import Rope
 from shared.model.spec import ModelSpec
+from tests.reference.delta import DeltaLayer, mixer
 from tests.reference.gqa_moe import Attention, attention, gelu, softmax
 
 F64 = npt.NDArray[np.float64]
@@ -143,6 +145,9 @@ class Reference:
         prefix, spec = f"model.layers.{layer}.", self.spec
         if isinstance(spec.attention[layer], Grouped):
             x, h = attention(self._grouped(spec.attention[layer], prefix), x, np.arange(len(x)))
+        elif isinstance(spec.attention[layer], Delta):
+            x = x + mixer(self._delta(spec.attention[layer], prefix), x)[0]
+            h = _rms_norm(x, self.w[prefix + "post_attention_layernorm.weight"], spec.rms_eps)
         else:
             h = _rms_norm(x, self.w[prefix + "input_layernorm.weight"], spec.rms_eps)
             attended, selection = self._attention(layer, h, selection)
@@ -164,8 +169,23 @@ class Reference:
         both = norm("post_feedforward_layernorm_1", dense) + norm("post_feedforward_layernorm_2", mixed)
         return (x + norm("post_feedforward_layernorm", both)) * self.w[prefix + "layer_scalar"]
 
+    def _delta(self, found: Delta, prefix: str) -> DeltaLayer:
+        parts = {part: f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "a", "b")}
+        parts |= {
+            "conv": "linear_attn.conv1d.weight",
+            "norm": "linear_attn.norm.weight",
+            "out": "linear_attn.out_proj.weight",
+        }
+        parts |= {
+            "a_log": "linear_attn.A_log",
+            "dt_bias": "linear_attn.dt_bias",
+            "input_norm": "input_layernorm.weight",
+        }
+        w = {short: self.w[prefix + name] for short, name in parts.items()}
+        return DeltaLayer(found.n_key_heads, found.n_value_heads, found.key_dim, found.value_dim, found.rms_eps, w)
+
     def _grouped(self, found: Grouped, prefix: str) -> Attention:
-        names = {f"{p}": f"self_attn.{p}_proj.weight" for p in "qkvo"}
+        names = {f"{p}": f"self_attn.{p}_proj.weight" for p in "qkvo"} | {"gate": "self_attn.q_gate.weight"}
         names |= {f"{p}_bias": f"self_attn.{p}_proj.bias" for p in "qkvo"}
         names |= {f"{p}_norm": f"self_attn.{p}_norm.weight" for p in "qk"}
         names |= {"sinks": "self_attn.sinks", "input_norm": "input_layernorm.weight", "post_norm": found.hidden_norm}
@@ -240,6 +260,9 @@ class Reference:
     def _experts(self, layer: int, h: F64, gate_input: F64) -> F64:
         p = f"model.layers.{layer}.mlp."
         out = self._ffn(p + "shared_experts.", h) if self.spec.n_shared else np.zeros_like(h)
+        own_gate = p + "shared_experts.own_gate.weight"
+        if own_gate in self.w:
+            out = out / (1.0 + np.exp(-(h @ self.w[own_gate].T)))
         for row, (ids, weights) in enumerate(self.route(layer, gate_input)):
             for expert, weight in zip(ids, weights):
                 gate, up, down = self.w.expert(layer, int(expert))

@@ -33,15 +33,26 @@ def prompt_of() -> list[int]:
     return prompt
 
 
-@pytest.mark.parametrize("victim", ["attention", "expert_io", "drafter"])
-@pytest.mark.parametrize("n_drafts", [0, 2])
-def test_a_lost_peer_costs_time_only(victim: str, n_drafts: int, converted: Converted, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "victim", "n_drafts"),
+    [
+        *((name, victim, n) for name in (NAME, "qwen3_5_moe") for victim in ("attention", "expert_io") for n in (0, 2)),
+        (NAME, "drafter", 2),
+        ("glm4_moe", "attention", 2),
+        ("gpt_oss", "attention", 0),
+        ("gemma4", "attention", 0),
+    ],
+)
+def test_a_lost_peer_costs_time_only(
+    name: str, victim: str, n_drafts: int, converted: Converted, tmp_path: Path
+) -> None:
     """Whatever had been sent to or by the victim is gone; a new one starts; the answer is the same."""
-    model, prompt = converted(NAME, "int4"), prompt_of()
+    model, prompt = converted(name, "int4"), oracle_array(name, "prompt_ids").tolist()
     with Ring(model, tmp_path) as ring:
         expected = ring.generate(prompt, 12).tokens
+        n_slots = ring.spec.gate_k + 3
     for n_steps in (3, 30, 77, 150, 233):
-        with Ring(model, tmp_path, n_drafts=n_drafts, prefill_chunk=9, n_slots=7) as ring:
+        with Ring(model, tmp_path, n_drafts=n_drafts, prefill_chunk=9, n_slots=n_slots) as ring:
             ring.submit("r", prompt, max_tokens=12, ignore_eos=True)
             for _ in range(n_steps):
                 ring.step()

@@ -123,8 +123,8 @@ LOWEST, HIGHEST = available_isas()[0], available_isas()[-1]
 TURNED = [
     *(("glm_moe_dsa", precision, 0.0, HIGHEST) for precision in ("f32", "int8", "int4")),
     *(("glm_moe_dsa", precision, 1.0, isa) for precision in ("f32", "int8", "int4") for isa in available_isas()),
-    ("glm4_moe", "int4", 1.0, HIGHEST),
-    ("gemma4", "int4", 1.0, HIGHEST),
+    *((name, "int4", 1.0, HIGHEST) for name in ("glm4_moe", "gpt_oss", "gemma4", "qwen3_5_moe")),
+    *(("qwen3_5_moe", precision, 1.0, HIGHEST) for precision in ("f32", "int8")),
 ]
 """All knobs on the highest rung, and once on the lowest; on the others in a full run. With everything turned at once
 ``test_every_rung_gives_the_same_bits`` has each of them always."""
@@ -204,6 +204,52 @@ def test_chunks_do_not_move_a_bit_in_any_cache_precision(kv_dtype: str, converte
         for chunk in (1, 7, 104)
     ]
     assert results[0] == results[1] == results[2]
+
+
+def guesses(answer: list[int], vocab: int, n: int) -> Callable[[str, int], list[int]]:
+    """``n`` guesses behind any number of tokens: as many right ones as that number says, then a wrong one, then right again."""
+
+    def guess(_: str, n_tokens: int) -> list[int]:
+        found = answer[n_tokens : n_tokens + n]
+        wrong = n_tokens % (n + 1)
+        return [(token + 1) % vocab if i == wrong else token for i, token in enumerate(found)]
+
+    return guess
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_drafts_right_and_wrong_leave_no_trace(name: str, chunk: int, converted: Converted, tmp_path: Path) -> None:
+    """Rejected after any number of accepted ones, with attention lost after many a message: the state is that of plain
+    decoding."""
+    model, prompt, n = converted(name, "int8"), oracle_array(name, "prompt_ids").tolist(), 24
+    with Ring(model, tmp_path) as ring:
+        expected = ring.generate(prompt, n).tokens
+    for n_steps in (None, *range(100, 220, 17)):
+        with Ring(model, tmp_path, n_drafts=3, prefill_chunk=chunk) as ring:
+            ring.guess = guesses(expected, ring.spec.vocab, 3)
+            ring.submit("r", prompt, max_tokens=n, ignore_eos=True)
+            if n_steps:
+                for _ in range(n_steps):
+                    ring.step()
+                ring.kill("attention")
+                ring.start("attention")
+            ring.run()
+            done = ring.answers["r"].done
+            assert ring.answers["r"].tokens == expected, n_steps
+            assert done is not None and (n_steps or 0 < done.n_accepted < done.n_draft), done
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe"])
+def test_states_of_neighbours_and_of_former_sequences_do_not_mix(
+    name: str, converted: Converted, tmp_path: Path
+) -> None:
+    """More requests than states: each begins in one that others have left, at any position."""
+    model, prompt = converted(name, "int8"), oracle_array(name, "prompt_ids").tolist()
+    prompts = [prompt[at : at + n] for at, n in ((0, 72), (5, 40), (9, 3), (20, 41), (1, 1), (30, 40), (2, 44))]
+    alone = [run(model, tmp_path, [p], 6, {})[0] for p in prompts]
+    for variant in ({"max_sequences": 2}, {"max_sequences": 3, "n_drafts": 2, "prefill_chunk": 7}):
+        assert run(model, tmp_path, prompts, 6, variant) == alone
 
 
 def test_one_changed_weight_is_noticed(converted: Converted, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from shared.container.format import PRECISIONS, plan_container, plan_facts
 from shared.model.attention.kind import Attention, SequenceState
 from shared.model.family import spec_of
 from shared.model.kv_layout import KV_BLOCK, KvLayout, StatePlaces, kv_layout
-from shared.model.spec import ModelSpec
 from shared.planning.ledger import make_ledger
 from shared.run.config import Settings
 from tests.oracle import oracle_config
@@ -43,9 +42,9 @@ def spans(
             for start, part in zip(at.rows, layer.rows, strict=True)
         ]
         if layer.state:
-            n_states = states.n_sequences + states.n_snapshots
-            found.append((at.state, 4 * n_states * layer.state.n_values))
-            found.append((at.drafts, 4 * states.n_sequences * states.n_drafts * layer.state.draft_values))
+            n_slots = 2 * states.n_sequences + states.n_snapshots
+            found.append((at.state, 4 * n_slots * layer.state.n_values))
+            found.append((at.drafts, 4 * 2 * states.n_sequences * states.n_drafts * layer.state.draft_values))
         else:
             assert (at.state, at.drafts) == (None, None)
     return found
@@ -83,22 +82,31 @@ def test_addresses_are_offsets_from_the_start() -> None:
 
 
 def test_states_are_in_the_ledger() -> None:
-    """Of each sequence, whatever its length, with what drafts need."""
+    """Of each sequence, whatever its length, twice, with what drafts need."""
     plain = spec_of(preset_config("tiny", 4, True))
     facts = plan_facts(plain, plan_container(plain, PRECISIONS["int4"]))
     recurrent = Recurrent(hidden=64, rms_eps=1e-6, n_values=1 << 20, draft_values=1 << 18)
     spec = msgspec.structs.replace(plain, attention=(recurrent, *plain.attention[1:]))
 
-    def kv_bytes(model: ModelSpec, **settings: object) -> int:
-        made = make_ledger(model, facts, Settings(max_context=512, **settings), 2 << 30)
-        return sum(line.bytes for line in made.lines if line.what.startswith("KV") and "MTP" not in line.what)
+    def line(n_sequences: int, n_drafts: int, context: int = 512) -> int:
+        settings = Settings(max_context=context, max_sequences=n_sequences, draft=n_drafts or "off")
+        made = make_ledger(spec, facts, settings, 2 << 30)
+        kv = [line.bytes for line in made.lines if line.what.startswith("KV of")]
+        rows = 2 * KV_BLOCK * context // 64 * n_sequences * sum(p.n_values for a in spec.main_attention for p in a.rows)
+        assert 0 <= kv[0] - rows < 4096 * 2 * len(spec.main_attention), "the rows' own line"
+        [found] = [line.bytes for line in made.lines if line.what.startswith("states of")]
+        return found
 
-    def states(n_sequences: int, n_drafts: int) -> int:
-        asked = {"max_sequences": n_sequences, "draft": n_drafts or "off"}
-        rows = plain.main_attention[0].rows
-        without = 2 * KV_BLOCK * 8 * n_sequences * sum(part.n_values for part in rows)
-        return kv_bytes(spec, **asked) - kv_bytes(plain, **asked) + without
+    assert line(1, 0) == line(1, 0, 1024) == 8 << 20
+    assert line(3, 0) == 24 << 20
+    assert line(3, 2) == (24 << 20) + 2 * 3 * 2 * (1 << 20)
 
-    assert states(1, 0) == 4 << 20
-    assert states(3, 0) == 12 << 20
-    assert states(3, 2) == (12 << 20) + 3 * 2 * (1 << 20)
+
+def test_states_do_not_make_the_context_shorter() -> None:
+    """They are the same for any context."""
+    plain = spec_of(preset_config("tiny", 4, True))
+    facts = plan_facts(plain, plan_container(plain, PRECISIONS["int4"]))
+    recurrent = Recurrent(hidden=64, rms_eps=1e-6, n_values=40 << 20, draft_values=1)
+    spec = msgspec.structs.replace(plain, attention=(recurrent, *plain.attention[1:]))
+    made = [make_ledger(model, facts, Settings(max_sequences=1, draft="off"), 2 << 30) for model in (plain, spec)]
+    assert made[0].max_context == made[1].max_context

@@ -11,7 +11,9 @@ import pytest
 
 from conversion.presets import preset_config
 from shared.errors import ConfigError
+from shared.model.attention.delta import Delta
 from shared.model.attention.grouped import Grouped
+from shared.model.config_reader import without_mtp
 from shared.model.family import load_spec, spec_of
 from shared.model.spec import ModelSpec
 from tests.oracle import MTP_ORACLES, ORACLES, oracle_config, oracle_dir
@@ -218,6 +220,56 @@ def test_gemma4() -> None:
 def test_a_gemma4_that_is_not_this_one_is_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
     refused(gemma4(**changes), *words)
     refused({**oracle_config("gemma4"), "text_config": [1]}, "text_config", "object")
+
+
+def qwen3_5(**changes: Any) -> dict[str, Any]:
+    config = oracle_config("qwen3_5_moe")
+    text = {key: value for key, value in (config["text_config"] | changes).items() if value is not ...}
+    return config | {"text_config": text}
+
+
+def test_qwen3_5_of_35b_a3b() -> None:
+    """The sizes that its specification works out."""
+    config = qwen3_5(
+        num_hidden_layers=40, hidden_size=2048, vocab_size=248320, num_attention_heads=16, num_key_value_heads=2, head_dim=256,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, num_experts=256,
+        num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512, layer_types=...,
+        max_position_embeddings=262144,
+    )  # fmt: skip
+    spec = spec_of(config, {"eos_token_id": [7, 250]})
+    assert [isinstance(layer, Delta) for layer in spec.main_attention] == [(i + 1) % 4 != 0 for i in range(40)]
+    linear, full = spec.attention[0], spec.attention[3]
+    assert linear.channels == 8192
+    assert linear.state.n_values * 4 == 64 + 98_304 + 2_097_152
+    assert linear.state.draft_values == 8192 + 2048 + 4096 + 64
+    assert sum(4 * layer.state.n_values for layer in spec.main_attention if layer.state) == pytest.approx(
+        65.9e6, rel=1e-3
+    )
+    assert (full.rope.dim, full.has_gate, full.rows[0].n_values) == (64, True, 1024)
+    assert (spec.n_mtp, spec.shared_inner, spec.eos_ids) == (1, 512, (7, 250))
+    assert isinstance(spec.mtp_attention[0], Grouped)
+    assert spec.kv_dtypes == ("f32", "bf16")
+    assert not spec_of(without_mtp(config)).n_mtp
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attn_output_gate": False}, ("attn_output_gate",)),
+        ({"output_gate_type": "sigmoid"}, ("output_gate_type",)),
+        ({"mamba_ssm_dtype": "bfloat16"}, ("mamba_ssm_dtype",)),
+        ({"mlp_only_layers": [1]}, ("mlp_only_layers",)),
+        ({"linear_num_value_heads": 3}, ("linear_num_value_heads", "multiple")),
+        ({"linear_key_head_dim": 24}, ("linear_key_head_dim", "multiple of 16")),
+        ({"linear_conv_kernel_dim": 17}, ("linear_conv_kernel_dim",)),
+        ({"layer_types": ["linear_attention"] * 3}, ("layer_types", "4 values")),
+        ({"shared_expert_intermediate_size": ...}, ("shared_expert_intermediate_size",)),
+        ({"mtp_num_hidden_layers": 2}, ("mtp_num_hidden_layers", "--no-mtp")),
+        ({"mtp_use_dedicated_embeddings": True}, ("mtp_use_dedicated_embeddings",)),
+    ],
+)
+def test_a_qwen3_5_that_is_not_this_one_is_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    refused(qwen3_5(**changes), *words)
 
 
 @pytest.mark.parametrize("name", ORACLES)

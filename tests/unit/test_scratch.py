@@ -13,6 +13,7 @@ from native.library import Pool
 from native.matrix import matrix, scale_bytes, weight_bytes
 from shared.container.reader import aligned_buffer
 from shared.model.family import spec_of
+from shared.model.spec import ModelSpec
 from shared.model.tensors import PlannedTensor
 from shared.planning import ledger
 from tests.oracle import oracle_config
@@ -25,6 +26,11 @@ MODELS = {
     "grouped, windows, norms": {
         "text_config": oracle_config("gemma4")["text_config"] | MANY_HEADS,
         "model_type": "gemma4",
+    },
+    "a state": {
+        "text_config": oracle_config("qwen3_5_moe")["text_config"]
+        | {"num_attention_heads": 48, "num_key_value_heads": 8, "linear_num_value_heads": 48},
+        "model_type": "qwen3_5_moe",
     },
     "grouped, bias": oracle_config("glm4_moe") | MANY_HEADS,
 }
@@ -59,9 +65,9 @@ def test_attention_takes_what_was_measured(
     """The same calls with weights, caches and threads."""
     spec = spec_of(MODELS[name])
     if kv_dtype not in spec.kv_dtypes:
-        pytest.skip("grouped queries have no int8 cache")
+        pytest.skip("its layers have no int8 cache")
     n_rows, context = 130, 300
-    cache = zeroes((-(-context // 64)) * 64 * 4096)
+    cache = zeroes(max((-(-context // 64)) * 64 * 4096, 2 * n_rows * state_bytes(spec)))
     for attention in dict.fromkeys(spec.attention):
         with Pool(n_threads, is_dry=True) as dry:
             attention.measure(dry, n_rows, context, kv_dtype)
@@ -74,6 +80,10 @@ def test_attention_takes_what_was_measured(
             patch.setattr("shared.model.attention.kind.ALIGNMENT", cache.ctypes.data)
             attention.measure(pool, n_rows, context, kv_dtype)
             assert pool.scratch_bytes == wanted > 1 << 20
+
+
+def state_bytes(spec: ModelSpec) -> int:
+    return max(4 * attention.state.n_values if attention.state else 0 for attention in spec.attention)
 
 
 def test_experts_take_what_was_measured() -> None:

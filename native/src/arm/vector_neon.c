@@ -1,5 +1,5 @@
 /* vector_neon.c: vector_ref.c with four lanes; sums keep their 16 lanes in four registers. */
-#include "../internal.h"
+#include "../delta.h"
 #include "cbmath_neon.h"
 
 static void cb_rmsnorm_neon(const float *x, const float *w, float eps, int64_t n, float *out)
@@ -75,5 +75,6 @@ void cb_vector_table_neon(cb_table *t)
     t->silu_mul = cb_silu_mul_neon;
     t->sigmoid = cb_sigmoid_row_neon;
     t->reduce = cb_reduce_neon;
+    t->delta = &cb_delta_table_neon;
     t->vector_isa = cb_isa_names[CB_ISA_NEON];
 }

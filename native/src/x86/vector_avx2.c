@@ -1,5 +1,5 @@
 /* vector_avx2.c: vector_ref.c with eight lanes; sums keep their 16 lanes in two registers. */
-#include "../internal.h"
+#include "../delta.h"
 #include "cbmath_avx2.h"
 
 static void cb_rmsnorm_avx2(const float *x, const float *w, float eps, int64_t n, float *out)
@@ -116,5 +116,6 @@ void cb_vector_table_avx2(cb_table *t)
     t->silu_mul = cb_silu_mul_avx2;
     t->sigmoid = cb_sigmoid_row_avx2;
     t->reduce = cb_reduce_avx2;
+    t->delta = &cb_delta_table_avx2;
     t->vector_isa = cb_isa_names[CB_ISA_AVX2];
 }

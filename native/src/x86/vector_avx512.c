@@ -1,5 +1,5 @@
 /* vector_avx512.c: vector_ref.c with its 16 lanes in one register; tails are masked. */
-#include "../internal.h"
+#include "../delta.h"
 #include "cbmath_avx512.h"
 
 static void cb_rmsnorm_avx512(const float *x, const float *w, float eps, int64_t n, float *out)
@@ -82,5 +82,6 @@ void cb_vector_table_avx512(cb_table *t)
     t->silu_mul = cb_silu_mul_avx512;
     t->sigmoid = cb_sigmoid_row_avx512;
     t->reduce = cb_reduce_avx512;
+    t->delta = &cb_delta_table_avx512;
     t->vector_isa = cb_isa_names[CB_ISA_AVX512];
 }

@@ -16,9 +16,10 @@ from native.gqa import GqaLayer, gqa_forward
 from native.library import Pool
 from native.matrix import Matrix, absent_matrix
 from shared.model.attention.kind import Attention, LayerKv, PositionRows
+from shared.model.inner import sigmoid
 from shared.model.lanes import Lanes, causal
 from shared.model.rope import Rope
-from shared.model.tensors import F32, PlannedTensor, Tensors, matrix_of, planned_matrix, planned_vector
+from shared.model.tensors import F32, PlannedTensor, Source, Tensors, matrix_of, planned_matrix, planned_vector
 
 _ATTN = "self_attn."
 
@@ -46,6 +47,9 @@ class Grouped(Attention, frozen=True, kw_only=True):
     """The output projection is normed before it joins the residual stream, by ``post_attention_layernorm``."""
     post_norm: str = "post_attention_layernorm"
     """What makes ``hidden``."""
+    has_gate: bool = False
+    """What the heads give is multiplied with the sigmoid of a further projection; ``q_proj`` holds the rows of both, a head's
+    queries before its gate."""
     clip: float = 0.0
     """Queries, keys and values are clamped to +-clip; 0 = not."""
 
@@ -64,9 +68,12 @@ class Grouped(Attention, frozen=True, kw_only=True):
         yield planned_vector("input_layernorm.weight", hidden)
         parts = [("q_proj", self.q_width), ("k_proj", self.kv_width)]
         for name, width in [*parts, ("v_proj", self.kv_width)] if self.has_values else parts:
-            yield planned_matrix(_ATTN + name, "attention", width, hidden)
+            source = self._half("q_proj", 0) if self.has_gate and name == "q_proj" else None
+            yield planned_matrix(_ATTN + name, "attention", width, hidden, source=source)
             if self.has_qkv_bias:
                 yield planned_vector(f"{_ATTN}{name}.bias", width)
+        if self.has_gate:
+            yield planned_matrix(_ATTN + "q_gate", "attention", self.q_width, hidden, source=self._half("q_proj", 1))
         if self.qk_norm != "none":
             yield planned_vector(_ATTN + "q_norm.weight", self.q_width if whole else self.head_dim)
             yield planned_vector(_ATTN + "k_norm.weight", self.kv_width if whole else self.head_dim)
@@ -78,6 +85,11 @@ class Grouped(Attention, frozen=True, kw_only=True):
         if self.has_output_norm:
             yield planned_vector("post_attention_layernorm.weight", hidden)
         yield planned_vector(self.hidden_norm, hidden)
+
+    def _half(self, name: str, nth: int) -> Source:
+        """Of a tensor whose rows are two matrices, head by head."""
+        dim, shape = self.head_dim, (2 * self.q_width, self.hidden)
+        return Source(f"{_ATTN}{name}.weight", shape, start=nth * dim, stride=2 * dim, n_rows=dim)
 
     @property
     def hidden_norm(self) -> str:
@@ -91,7 +103,8 @@ class Grouped(Attention, frozen=True, kw_only=True):
 
     @property
     def weights_per_row(self) -> int:
-        return self.hidden * (2 * self.q_width + (2 if self.has_values else 1) * self.kv_width)
+        n_queries = 3 if self.has_gate else 2
+        return self.hidden * (n_queries * self.q_width + (2 if self.has_values else 1) * self.kv_width)
 
     # ---- arithmetic ----
 
@@ -134,6 +147,7 @@ class Grouped(Attention, frozen=True, kw_only=True):
             k=weight("k_proj"),
             v=weight("v_proj") if self.has_values else absent_matrix(),
             o=weight("o_proj"),
+            gate=weight("q_gate") if self.has_gate else absent_matrix(),
         )
         return GroupedKernel(layer)
 
@@ -163,6 +177,8 @@ class Grouped(Attention, frozen=True, kw_only=True):
                 for span, allowed in zip(lanes.spans, seen)
             ]
             mixed.append(np.concatenate(parts).reshape(n_rows, -1))
+        if self.has_gate:
+            mixed = [x * sigmoid(gate) for x, gate in zip(mixed, lanes.linear(p + "q_gate.weight", h))]
         out = lanes.linear(p + "o_proj.weight", mixed)
         if self.has_output_bias:
             out = [x + bias for x, bias in zip(out, lanes.vectors(p + "o_proj.bias"))]
@@ -178,6 +194,7 @@ class Grouped(Attention, frozen=True, kw_only=True):
 
     def describe(self) -> str:
         text = f"GQA, {self.n_heads} heads over {self.n_kv_heads} of {self.head_dim}, rope {self.rope.dim}"
+        text += ", gated" if self.has_gate else ""
         return f"{text}, window {self.window:,}" if self.window else text
 
 

@@ -30,9 +30,11 @@ class PositionRows(msgspec.Struct, frozen=True):
 class SequenceState(msgspec.Struct, frozen=True):
     """Something that a layer keeps of every open sequence, however long it is: f32 values that each token rewrites.
 
-    It can't be cut as rows can. A rejected draft is undone from the state before the drafts: ``draft_values`` of each
-    drafted position are kept until it is verified, and the accepted updates are done again from them, with the bits of
-    plain decoding. A shared prefix or a fork needs a snapshot, an exact copy of ``n_values`` taken at its end.
+    It can't be cut as rows can, nor written twice. So there are two slots of ``n_values``: a step reads the one that belongs
+    to its first position and writes the other, and can be done again after whatever cut it off. A rejected draft is undone
+    from the state before the drafts: ``draft_values`` of each drafted position are kept until it is verified, and the accepted
+    updates are done again from them, with the bits of plain decoding. A shared prefix or a fork needs a snapshot, an exact copy
+    of a slot taken at its end.
     """
 
     name: str
@@ -124,9 +126,11 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
                     x=np.empty((rows, self.hidden), np.float32),
                 )
                 at = np.arange(rows, dtype=np.int32)
-                position = at % per_sequence + np.int32(context - per_sequence)
+                # Without rows it makes no difference where a sequence stands.
+                position = at % per_sequence + np.int32(context - per_sequence if self.rows else 0)
                 table = np.zeros((n_sequences, -(-context // KV_BLOCK)), np.int32)
                 step.set_rows(rows, position, at // per_sequence, table, np.empty((rows, self.hidden), np.float32))
+                step.set_states(np.arange(n_sequences, dtype=np.int32), n_sequences, 0)
                 kernel.run(dry, step, LayerKv((ALIGNMENT,) * len(self.rows), ALIGNMENT, ALIGNMENT))
 
     def kernel(self, prefix: str, tensors: Tensors) -> AttentionKernel:

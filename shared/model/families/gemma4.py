@@ -115,15 +115,14 @@ def source_name(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1)
 
 
-def expert_source(layer: int, expert: int, n_experts: int, part: str, shape: tuple[int, ...]) -> Source:
+def expert_source(prefix: str, expert: int, n_experts: int, part: str, shape: tuple[int, ...]) -> Source:
     """All experts of a layer in one tensor; the rows of gate come before those of up."""
-    projection = part.removesuffix("_proj.weight")
-    prefix, n_rows = f"model.language_model.layers.{layer}.experts.", shape[0]
+    projection, n_rows = part.removesuffix("_proj.weight"), shape[0]
     if projection == "down":
-        return Source(prefix + "down_proj", (n_experts, *shape), index=expert)
+        return Source(f"{prefix}experts.down_proj", (n_experts, *shape), index=expert)
     start = n_rows if projection == "up" else 0
     whole = (n_experts, 2 * n_rows, *shape[1:])
-    return Source(prefix + "gate_up_proj", whole, start=start, n_rows=n_rows, index=expert)
+    return Source(f"{prefix}experts.gate_up_proj", whole, start=start, n_rows=n_rows, index=expert)
 
 
 def ignores(name: str) -> bool:

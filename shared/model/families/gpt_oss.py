@@ -33,12 +33,10 @@ def source_name(name: str) -> str:
     return name.replace(".mlp.gate.", ".mlp.router.")
 
 
-def expert_source(layer: int, expert: int, n_experts: int, part: str, shape: tuple[int, ...]) -> Source:
+def expert_source(prefix: str, expert: int, n_experts: int, part: str, shape: tuple[int, ...]) -> Source:
     """All experts of a layer in one tensor; of gate and up, the rows alternate."""
     projection, kind = part.split("_proj.")
     is_fused = projection != "down"
-    name = (
-        f"model.layers.{layer}.mlp.experts.{'gate_up' if is_fused else 'down'}_proj{'_bias' if kind == 'bias' else ''}"
-    )
+    name = f"{prefix}mlp.experts.{'gate_up' if is_fused else 'down'}_proj{'_bias' if kind == 'bias' else ''}"
     whole = (n_experts, shape[0] * (2 if is_fused else 1), *shape[1:])
     return Source(name, whole, start=int(projection == "up"), index=expert, step=2 if is_fused else 1)

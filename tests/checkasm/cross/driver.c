@@ -633,6 +633,62 @@ static void family_gqa(int rung)
     }
 }
 
+/* ---- gated delta rule: a prompt in one call or several, then steps with drafts of which some are wrong -------- */
+
+static void family_delta(int rung)
+{
+    enum { HIDDEN = 48, PROMPT = 150, DECODE = 6, DRAFTS = 2, KEYS = 2, HEADS = 4, TAPS = 4 };
+    static const int32_t key_dims[] = {16, 32, 48}, value_dims[] = {80, 64, 16};
+    static const float never[HEADS] = {-200, -200, -200, -200};
+    for (int i = 0; i < N_KINDS; i++) {
+        int32_t dk = key_dims[i % 3], dv = value_dims[i % 3], channels = 2 * KEYS * dk + HEADS * dv;
+        int f = kinds[i].format, act = kinds[i].act;
+        int64_t n = PROMPT + DECODE;
+        bool forgets = i % 2;
+        seed = (uint64_t)(i + 700);
+        cb_delta_layer layer = {
+            .hidden = HIDDEN, .n_key_heads = KEYS, .n_value_heads = HEADS, .key_dim = dk, .value_dim = dv, .taps = TAPS,
+            .rms_eps = 1e-6f, .input_norm = positive(HIDDEN), .post_norm = positive(HIDDEN), .norm = positive(dv),
+            .a_log = forgets ? values(HEADS, 1.0f) : never, .dt_bias = values(HEADS, 1.0f),
+            .qkv = random_matrix(f, act, channels, HIDDEN, -1), .z = random_matrix(f, act, HEADS * dv, HIDDEN, -1),
+            .a = random_matrix(CB_F32, CB_ACT_F32, HEADS, HIDDEN, -1), .b = random_matrix(CB_F32, CB_ACT_F32, HEADS, HIDDEN, -1),
+            .out = random_matrix(f, act, HIDDEN, HEADS * dv, -1), .conv = random_matrix(CB_F32, CB_ACT_F32, channels, TAPS, -1)};
+        float *start = values((n + DRAFTS) * HIDDEN, 4.0f), *x[2], *hidden[2];
+        int32_t position[PROMPT + DECODE + DRAFTS], seq[PROMPT + DECODE + DRAFTS] = {0}, table[4] = {0}, state = 0;
+        for (int t = 0; t < n + DRAFTS; t++)
+            position[t] = t;
+        for (int turn = 0; turn < 2; turn++) {
+            use(turn ? rung : 0);
+            x[turn] = output((n + DRAFTS) * HIDDEN);
+            hidden[turn] = output((n + DRAFTS) * HIDDEN);
+            memcpy(x[turn], start, (size_t)((n + DRAFTS) * HIDDEN) * 4);
+            float *slots = guarded(2 * cb_delta_state_values(&layer) * 4, 64);
+            float *records = guarded(2 * DRAFTS * cb_delta_record_values(&layer) * 4, 4);
+            for (int64_t t = 0, kept; t < n; t += kept) {
+                int64_t rows = t < PROMPT ? MIN(turn ? 40 : PROMPT, PROMPT - t) : turn ? 1 + DRAFTS : 1;
+                kept = t < PROMPT ? rows : 1; /* the drafts are rejected, and their rows come again */
+                cb_attn_step step = {.n_rows = rows, .position = position + t, .seq = seq, .block_table = table,
+                                     .table_stride = 4, .n_blocks = 1, .kv = slots, .kv_format = CB_KV_F32, .n_sequences = 1,
+                                     .x = x[turn] + t * HIDDEN, .hidden = hidden[turn] + t * HIDDEN, .state = slots,
+                                     .records = records, .state_of = &state, .n_states = 1, .n_drafts = turn ? DRAFTS : 0};
+                must(cb_delta_forward(pools[turn ? 3 : 1], &layer, &step), "cb_delta_forward");
+                memcpy(x[turn] + (t + kept) * HIDDEN, start + (t + kept) * HIDDEN, (size_t)(rows - kept) * HIDDEN * 4);
+            }
+            check_canaries(x[turn], "cb_delta_forward");
+            check_canaries(hidden[turn], "cb_delta_forward");
+        }
+        if (rung == 0 && !forgets) { /* two libm may differ in a halfway case, which a decay would carry on */
+            count_in(x[0], n * HIDDEN);
+            count_in(hidden[0], n * HIDDEN);
+        }
+        same(x[1], x[0], n * HIDDEN, "%s delta %s", rung_names[rung], kinds[i].name);
+        same(hidden[1], hidden[0], n * HIDDEN, "%s delta %s, normed", rung_names[rung], kinds[i].name);
+        if (!differ(x[0], start, n * HIDDEN) || x[0][0] != x[0][0])
+            fail("delta %s: the case says nothing", kinds[i].name);
+        release_all();
+    }
+}
+
 /* ---- what has one implementation, but other processors, compilers and system calls --------------------------- */
 
 static void family_plain(int rung)
@@ -683,7 +739,8 @@ int main(int argc, char **argv)
         const char *name;
         void (*run)(int rung);
     } families[] = {{"linear", family_linear},       {"experts", family_experts}, {"rows", family_rows},
-                    {"attention", family_attention}, {"gqa", family_gqa},         {"plain", family_plain}};
+                    {"attention", family_attention}, {"gqa", family_gqa},         {"delta", family_delta},
+                    {"plain", family_plain}};
     find_rungs();
     for (int n = 1; n < 4; n++)
         pools[n] = cb_pool_new(n);
@@ -692,7 +749,7 @@ int main(int argc, char **argv)
         use(rung);
         printf("dispatch %s: %s\n", rung_names[rung], cb_dispatch_text());
     }
-    for (int f = 0; f < (is_disturbed ? 1 : 6); f++) { /* disturbed: where weights are, and nothing else is asked */
+    for (int f = 0; f < (is_disturbed ? 1 : 7); f++) { /* disturbed: where weights are, and nothing else is asked */
         sum_of_family = 0xcbf29ce484222325u;
         for (int rung = 0; rung < n_rungs; rung++)
             families[f].run(rung);
