@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.model.config_reader import MTP_KEYS
 
 _NOAUX: Mapping[str, Any] = {
     "scoring_func": "sigmoid",
@@ -248,6 +249,66 @@ _QWEN3_235B: Mapping[str, Any] = {
     "num_attention_heads": 64,
 }
 
+_QWEN3_5_TEXT: Mapping[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    "eos_token_id": 248044,
+    "num_hidden_layers": 40,
+    "full_attention_interval": 4,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "vocab_size": 248320,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "mamba_ssm_dtype": "float32",
+    "mtp_use_dedicated_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+}
+
+
+def _qwen3_5(**text: Any) -> Mapping[str, Any]:
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "tie_word_embeddings": False,
+        "text_config": {**_QWEN3_5_TEXT, **text},
+    }
+
+
+_QWEN3_5_35B = _qwen3_5()
+_QWEN3_5_122B = _qwen3_5(
+    num_hidden_layers=48,
+    hidden_size=3072,
+    moe_intermediate_size=1024,
+    shared_expert_intermediate_size=1024,
+    num_attention_heads=32,
+    linear_num_value_heads=64,
+)
+_QWEN3_5_397B = _qwen3_5(
+    num_hidden_layers=60,
+    hidden_size=4096,
+    moe_intermediate_size=1024,
+    shared_expert_intermediate_size=1024,
+    num_experts=512,
+    num_experts_per_tok=10,
+    num_attention_heads=32,
+    linear_num_value_heads=64,
+)
+
 _OLMOE: Mapping[str, Any] = {
     "architectures": ["OlmoeForCausalLM"],
     "model_type": "olmoe",
@@ -388,7 +449,7 @@ class Preset:
     """The key that counts MTP layers; empty: the family has none that we run."""
 
 
-_MTP = "num_nextn_predict_layers"
+_MTP, _QWEN_MTP = MTP_KEYS
 
 PRESETS: Mapping[str, Preset] = {
     "glm-5.2": Preset(_GLM_5_2, 4, _MTP),
@@ -400,6 +461,9 @@ PRESETS: Mapping[str, Preset] = {
     "glm-4.7-flash": Preset(_GLM_4_7_FLASH, 47, _MTP),
     "qwen3-30b-a3b": Preset(_QWEN3_30B, 48),
     "qwen3-235b-a22b": Preset(_QWEN3_235B, 8),
+    "qwen3.5-35b-a3b": Preset(_QWEN3_5_35B, 40, _QWEN_MTP),
+    "qwen3.5-122b-a10b": Preset(_QWEN3_5_122B, 8, _QWEN_MTP),
+    "qwen3.5-397b-a17b": Preset(_QWEN3_5_397B, 8, _QWEN_MTP),
     "olmoe-1b-7b": Preset(_OLMOE, 16),
     "mixtral-8x7b": Preset(_MIXTRAL, 16),
     "gpt-oss-20b": Preset(_GPT_OSS_20B, 24),
@@ -430,7 +494,8 @@ def preset_config(preset: str, n_layers: int = 0, has_mtp: bool = False) -> dict
     else:
         config = _with_layers(config, n_layers)
     if chosen.mtp_key:
-        config[chosen.mtp_key] = int(has_mtp)
+        part = config.get("text_config", config)
+        part[chosen.mtp_key] = int(has_mtp)
     return config
 
 

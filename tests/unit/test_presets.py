@@ -25,6 +25,8 @@ PARAMETERS = {
     "gemma-4-26b-a4b": 26.0,
 }
 """Published, in 10^9, without the MTP layer."""
+NAMED = {"qwen3.5-35b-a3b": 35, "qwen3.5-122b-a10b": 122, "qwen3.5-397b-a17b": 397}
+"""As their names say it, with an image tower that is left out here."""
 
 
 def whole(preset: str) -> int:
@@ -39,7 +41,13 @@ def test_whole_models_have_their_published_number_of_parameters(preset: str) -> 
 
 
 def test_every_preset_is_known_above() -> None:
-    assert set(PRESETS) - set(PARAMETERS) == {"tiny"}
+    assert set(PRESETS) - set(PARAMETERS) - set(NAMED) == {"tiny"}
+
+
+@pytest.mark.parametrize("preset", NAMED)
+def test_whole_models_have_about_as_many_parameters_as_their_names_say(preset: str) -> None:
+    weights = Synthesis(preset_config(preset, whole(preset)), "f32").n_bytes / 4
+    assert weights / 1e9 == pytest.approx(NAMED[preset], rel=0.015)
 
 
 def test_families_without_a_preset() -> None:
@@ -61,5 +69,6 @@ def test_a_cut_pattern_ends_like_the_whole_model() -> None:
 
 def test_mtp_where_there_is_none() -> None:
     assert preset_config("glm-4.5-air", 3, has_mtp=True)["num_nextn_predict_layers"] == 1
+    assert spec_of(preset_config("qwen3.5-35b-a3b", 4, has_mtp=True)).n_mtp == 1
     with pytest.raises(ConfigError, match="mixtral-8x7b has no MTP layer"):
         preset_config("mixtral-8x7b", 3, has_mtp=True)
