@@ -6,14 +6,10 @@ Norms are stored less 1, but the one inside the delta rule. Text has the same po
 
 from __future__ import annotations
 
-import re
-
 from shared.model.attention.delta import Delta
-from shared.model.attention.grouped import Grouped
 from shared.model.attention.kind import Attention
 from shared.model.config_reader import ConfigReader
-from shared.model.gate import Gate
-from shared.model.inner import Inner
+from shared.model.mapping import grouped_attention, hidden_of, moe_model, n_layers_of, softmax_gate
 from shared.model.spec import ModelSpec
 from shared.model.tensors import Source
 
@@ -45,31 +41,20 @@ def spec(read: ConfigReader) -> ModelSpec:
         ("mtp_use_dedicated_embeddings", False),
     ):
         read.only(key, allowed)
-    n_layers = read.integer("num_hidden_layers", high=4000)
-    hidden, vocab = read.integer("hidden_size", high=1 << 20), read.integer("vocab_size")
-    n_experts, k = read.routing("num_experts")
-    rms_eps, n_mtp = read.number("rms_norm_eps", 1e-6, high=1.0), read.n_mtp("mtp_num_hidden_layers")
-    by_kind: dict[str, Attention] = {_LINEAR: _linear(read, hidden, rms_eps), _FULL: _full(read, hidden, rms_eps)}
-    return ModelSpec(
-        family="qwen3_5_moe",
-        n_layers=n_layers,
-        hidden=hidden,
-        vocab=vocab,
-        attention=(*(by_kind[kind] for kind in _kinds(read, n_layers)), *(by_kind[_FULL],) * n_mtp),
-        layer_kinds=("moe",) * n_layers,
-        dense_inner=0,
-        n_experts=n_experts,
-        expert_inner=read.integer("moe_intermediate_size", high=1 << 20),
+    n_mtp, full = (
+        read.n_mtp("mtp_num_hidden_layers"),
+        grouped_attention(read, default_eps=1e-6, qk_norm="head", has_gate=True),
+    )
+    by_kind: dict[str, Attention] = {_LINEAR: _linear(read, full.rms_eps), _FULL: full}
+    return moe_model(
+        "qwen3_5_moe",
+        read,
+        [*(by_kind[kind] for kind in _kinds(read, n_layers_of(read))), *[full] * n_mtp],
+        softmax_gate(read, "num_experts", norm_topk=True),
         n_shared=1,
         shared_width=read.integer("shared_expert_intermediate_size", high=1 << 20),
         has_shared_gate=True,
-        gate=Gate(n_experts=n_experts, k=k, scoring="softmax", norm_topk=True),
-        inner=Inner(),
-        rms_eps=rms_eps,
         n_mtp=n_mtp,
-        max_context=read.integer("max_position_embeddings", high=1 << 30),
-        eos_ids=read.end_ids(vocab),
-        tie_embeddings=read.flag("tie_word_embeddings", False),
     )
 
 
@@ -79,7 +64,7 @@ def _kinds(read: ConfigReader, n_layers: int) -> tuple[str, ...]:
     return kinds or tuple(_LINEAR if (layer + 1) % period else _FULL for layer in range(n_layers))
 
 
-def _linear(read: ConfigReader, hidden: int, rms_eps: float) -> Delta:
+def _linear(read: ConfigReader, rms_eps: float) -> Delta:
     n_key_heads = read.integer("linear_num_key_heads", high=1 << 12)
     n_value_heads = read.integer("linear_num_value_heads", high=1 << 12)
     if n_value_heads % n_key_heads:
@@ -91,28 +76,13 @@ def _linear(read: ConfigReader, hidden: int, rms_eps: float) -> Delta:
         if widths[-1] % _LANES:
             raise read.complaint(key, f"a multiple of {_LANES}", widths[-1])
     return Delta(
-        hidden=hidden,
+        hidden=hidden_of(read),
         rms_eps=rms_eps,
         n_key_heads=n_key_heads,
         n_value_heads=n_value_heads,
         key_dim=widths[0],
         value_dim=widths[1],
         taps=read.integer("linear_conv_kernel_dim", high=16),
-    )
-
-
-def _full(read: ConfigReader, hidden: int, rms_eps: float) -> Grouped:
-    n_heads, n_kv_heads, head_dim = read.heads(hidden)
-    return Grouped(
-        hidden=hidden,
-        rms_eps=rms_eps,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_dim=head_dim,
-        softmax_scale=head_dim**-0.5,
-        rope=read.rope(read.turned(head_dim), is_interleaved=False).rope,
-        qk_norm="head",
-        has_gate=True,
     )
 
 
@@ -145,4 +115,4 @@ def added(name: str) -> float:
 
 def ignores(name: str) -> bool:
     """Of a checkpoint's tensors, those of the image tower."""
-    return re.match(r"model\.visual\.", name) is not None
+    return name.startswith("model.visual.")
