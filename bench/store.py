@@ -111,6 +111,10 @@ class Records:
     """Random records of a model's expert files, read into slots of huge pages through a pool of its own."""
 
     def __init__(self, files: Sequence[ExpertFile], setting: ReadSetting, seed: int = 0) -> None:
+        if any(file.raw for file in files):
+            raise BenchError(
+                "records of the C engine's containers do not lie whole: their reads are measured by bench decode"
+            )
         self._random = random.Random(seed)
         self._setting = setting
         self._choices = [(file, e) for file in files for e in range(file.n_experts) if file.copies[0].holds(e)]

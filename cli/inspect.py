@@ -12,7 +12,7 @@ import msgspec
 from cli.options import PATH, PATH_TEXT
 from cli.show import Column, Table, show
 from shared.container.reader import Container
-from shared.run.terminal import say_json
+from shared.run.terminal import say, say_json
 
 
 @click.command("inspect")
@@ -44,11 +44,13 @@ def command(directory: Path, mirrors: tuple[str, ...], as_json: bool) -> None:
         ("precision", ", ".join(f"{role} {fmt}" for role, fmt in container.precision.items())),
         ("dense part", f"{facts['dense_bytes']:,} bytes in {facts['n_dense_tensors']} tensors"),
         ("expert records", ", ".join(f"{n} x {size:,} bytes" for size, n in facts["records"])),
-        ("all experts", f"{facts['expert_bytes']:,} bytes in {len(container.experts)} files"),
+        ("all experts", f"{facts['expert_bytes']:,} bytes of {len(container.experts)} layers"),
         ("parameters", f"{facts['n_parameters']:,}, of which {facts['n_active']:,} active for a token"),
         ("fingerprint", container.fingerprint),
         ("converter", f"{container.converter.version} {container.converter.arguments}"),
     ]
+    for note in container.notes:
+        say(f"note: {note}")
     show([Table((Column("", 20, False), Column("", 0, False, " ")), rows, has_head=False)])
 
 
@@ -73,6 +75,7 @@ def describe(container: Container) -> dict[str, Any]:
         "precision": container.precision,
         "converter": msgspec.to_builtins(container.converter),
         "spec": msgspec.to_builtins(spec),
+        "notes": list(container.notes),
         "n_dense_tensors": len(container.dense),
         "dense_bytes": sum(entry.bytes + entry.scale_bytes for entry in container.dense.values()),
         "expert_bytes": sum(size * n for size, n in sizes.items()),

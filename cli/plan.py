@@ -13,6 +13,7 @@ from cli.options import ABOVE_ZERO, PATH, PATH_TEXT, SIZE, setting
 from cli.show import Column, Table, show
 from cli.show import ledger as ledger_table
 from native.library import default_threads
+from shared.container.c_engine import is_c_engine
 from shared.container.format import DEFAULT_PRECISION, INDEX_NAME, PRECISIONS, Facts, plan_container, plan_facts
 from shared.container.mirror import drives_words, number_drives
 from shared.container.reader import Container
@@ -46,6 +47,7 @@ from shared.run.terminal import complain, say
 @setting("prefill_chunk")
 @setting("kv_dtype")
 @setting("draft")
+@setting("attention")
 @click.option(
     "--mirror",
     "mirrors",
@@ -71,6 +73,10 @@ def command(
     """
     chosen = load_settings(None, {"ram": ram, **settings})
     spec, facts, container = _facts(model, precision, mirrors)
+    if container:
+        spec = container.spec_for(chosen.attention)
+        for note in container.notes:
+            say(f"note: {note}")
     probe = probe_memory()
     available, shm, source = probe.available_bytes, probe.shm_bytes, probe.source
     if assume is not None:
@@ -146,7 +152,7 @@ def _speed_report(speed: Speed, disk: float, memory: float) -> list[str | Table]
 
 
 def _facts(model: Path, precision: str | None, mirrors: tuple[str, ...]) -> tuple[ModelSpec, Facts, Container | None]:
-    if os.path.lexists(model / INDEX_NAME) or not os.path.lexists(model / "config.json"):
+    if os.path.lexists(model / INDEX_NAME) or not os.path.lexists(model / "config.json") or is_c_engine(model):
         container = Container.open(model, mirrors)
         return container.spec, container.facts(), container
     spec = load_spec(model)  # a family that is not understood ends here: no precision makes it one

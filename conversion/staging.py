@@ -104,6 +104,11 @@ def plan_staging(
     """Compares a directory (which need not exist yet) with what it is to hold. Raises ContainerError when it can't be used."""
     _require_apart(container.path, directory)
     files = container.experts
+    if any(file.raw for file in files.values()):
+        raise ContainerError(
+            f"{container.path} is a container of the C engine: its experts are not read from mirrors. Convert the model's "
+            "checkpoint to have one that can be."
+        )
     manifest = read_manifest(directory, container.fingerprint, file_facts(files)) if directory.is_dir() else None
     if manifest is None and any((directory / file.name).exists() for file in files.values()):
         raise ContainerError(

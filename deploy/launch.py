@@ -119,6 +119,7 @@ def make_plan(
     model_dir = model_dir_of(settings)
     mirrors = tuple(str(Path(os.path.expanduser(text)).absolute()) for text in settings.mirror)
     container = Container.open(model_dir, mirrors)
+    spec = container.spec_for(settings.attention)
     facts = container.facts()
     drives = _drives(container, settings, report)
     drive = drives.first
@@ -127,7 +128,7 @@ def make_plan(
 
     def make(memory: MemoryProbe) -> Ledger:
         return make_ledger(
-            container.spec,
+            spec,
             facts,
             settings,
             memory.available_bytes + ours,
@@ -177,8 +178,8 @@ def make_plan(
         huge_dir=warm.huge_dir,
         embedding_on_disk=ledger.embedding_on_disk,
     )
-    notes = [*warm.notes, *([] if facts.has_tokenizer else [no_tokenizer(model_dir)])]
-    return StartPlan(config, container.spec, ledger, drives.n_drives, warm.adopts, notes)
+    notes = [*container.notes, *warm.notes, *([] if facts.has_tokenizer else [no_tokenizer(model_dir)])]
+    return StartPlan(config, spec, ledger, drives.n_drives, warm.adopts, notes)
 
 
 def _drives(container: Container, settings: Settings, report: Callable[[str], None]) -> Drives:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from native.library import OK, NativeError, check_struct, declare, fail, lib
+from native.matrix import RepackMatrix
 
 _TAKE = 64
 SECTOR = 4096
@@ -42,6 +44,19 @@ class _ReadCounters(ctypes.Structure):
     )
 
 
+class ReadExtent(ctypes.Structure):
+    """cb_read_extent: bytes of a file, and where they come to in a stage."""
+
+    _fields_ = (
+        ("offset", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("at", ctypes.c_int64),
+        ("fd", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+    )
+
+
+check_struct(ReadExtent, "cb_read_extent")
 check_struct(_ReadDone, "cb_read_done")
 check_struct(_ReadCounters, "cb_read_counters")
 
@@ -54,6 +69,11 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "cb_uring_refusal": (_int, []),
     "cb_reader_fd": (_int, [_handle]),
     "cb_reader_submit": (_int, [_handle, _u64, _int, _i64, _i64, _ptr, _int, _int]),
+    "cb_reader_stages": (_int, [_handle, _ptr, _int, _i64]),
+    "cb_reader_submit_extents": (
+        _int,
+        [_handle, _u64, ctypes.POINTER(ReadExtent), _int, ctypes.POINTER(RepackMatrix), _int, _ptr, _int],
+    ),
     "cb_reader_promote": (_int, [_handle, _u64]),
     "cb_reader_cancel": (_int, [_handle, _u64]),
     "cb_reader_take": (_i64, [_handle, ctypes.POINTER(_ReadDone), _i64]),
@@ -153,6 +173,36 @@ class Reader:
                 status,
                 f"tag {tag} (pending already?), fd {fd}, {n_bytes} bytes at {offset} to {target_address:#x}",
             )
+
+    def stages(self, address: int, n: int, n_bytes: int) -> None:
+        """Memory for `n` (1..64) reads of several ranges at a time, n * n_bytes from `address` on; both multiples of 4096.
+
+        Once, before the first `submit_extents`. The memory belongs to the caller and must live as long as the pool.
+        """
+        status = lib.cb_reader_stages(self._open_handle(), address, n, n_bytes)
+        if status != OK:
+            raise fail("cb_reader_stages", status, f"{n} stages of {n_bytes} bytes at {address:#x}")
+
+    def submit_extents(
+        self,
+        tag: int,
+        extents: Sequence[ReadExtent],
+        matrices: Sequence[RepackMatrix],
+        target_address: int,
+        speculative: bool = False,
+    ) -> None:
+        """Read ranges to a stage and repack the matrices from there to target_address. At most 16 of each.
+
+        With direct descriptors the pool widens ranges to sectors: `at` and `offset` have the same distance from a multiple of
+        4096, and no two ranges share a sector of the stage. A scale that can't be is the error EILSEQ.
+        """
+        ranges = (ReadExtent * len(extents))(*extents)
+        parts = (RepackMatrix * len(matrices))(*matrices)
+        status = lib.cb_reader_submit_extents(
+            self._open_handle(), tag, ranges, len(extents), parts, len(matrices), target_address, int(speculative)
+        )
+        if status != OK:
+            raise fail("cb_reader_submit_extents", status, f"tag {tag} (pending already?), {len(extents)} ranges")
 
     def promote(self, tag: int) -> bool:
         """Make a speculative read a demand read. False when no read of this tag is pending."""

@@ -114,6 +114,17 @@ CB_API const char *cb_format_name(int format);
 CB_API int64_t cb_weight_bytes(int format, int64_t out, int64_t in);
 CB_API int64_t cb_scale_bytes(int format, int64_t out, int64_t in);
 
+/* A matrix that lies row after row in `raw` (repack.c says how) and where it goes in `record`, as CB_Q4 or CB_Q8. `group`:
+ * inputs per scale, a multiple of 64 (CB_Q4 alone), or 0: one scale a row. Scales are f32, or f16. Offsets are bytes. */
+typedef struct {
+    int32_t format, group, is_f16, unused;
+    int64_t out, in;
+    int64_t weight_from, scale_from, weight_to, scale_to;
+} cb_repack_matrix;
+
+/* Exact but for the scales of CB_Q4, which are rounded to f16. CB_ENONFINITE: a scale is none, or has no f16. */
+CB_API int cb_repack(const cb_repack_matrix *matrices, int64_t n, const void *raw, void *record);
+
 /* y f32[T, out] (row stride ldy) = x f32[T, in] (row stride ldx) times W^T. Quantises x by itself when act says so. */
 CB_API int cb_linear(cb_pool *pool, const cb_matrix *m, const float *x, int64_t ldx, int64_t n_rows, float *y,
                      int64_t ldy);
@@ -372,6 +383,20 @@ CB_API int cb_reader_fd(const cb_reader *reader);
  * (EINTR, EAGAIN, EIO) and short reads are retried three times. CB_EINVAL also when a read of this tag is pending. */
 CB_API int cb_reader_submit(cb_reader *reader, uint64_t tag, int fd, int64_t offset, int64_t bytes, void *target,
                             int priority, int want_checksum);
+/* A read of several ranges that is put together from them: byte `offset` of the file comes to byte `at` of a stage, and when
+ * all are there the matrices are repacked from the stage to the target. With direct reads a range is widened to whole sectors,
+ * so `at` must have the same distance from a multiple of 4096 as `offset`, and sectors of the stage belong to one range. */
+typedef struct {
+    int64_t offset, bytes, at;
+    int32_t fd, unused;
+} cb_read_extent;
+
+/* Memory of the caller's for n (1..64) reads of this kind at a time, `bytes` (a multiple of 4096) each; others wait. Before the
+ * first of them, once. */
+CB_API int cb_reader_stages(cb_reader *reader, void *memory, int n, int64_t bytes);
+/* As cb_reader_submit; no checksum. What can't be repacked ends with the error EILSEQ. */
+CB_API int cb_reader_submit_extents(cb_reader *reader, uint64_t tag, const cb_read_extent *extents, int n_extents,
+                                    const cb_repack_matrix *matrices, int n_matrices, void *target, int priority);
 /* Speculative -> demand: somebody waits for it now. CB_EINVAL when no such read is pending. */
 CB_API int cb_reader_promote(cb_reader *reader, uint64_t tag);
 /* No further piece starts; the read still ends in a cb_read_done. CB_EINVAL when no such read is pending. */

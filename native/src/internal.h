@@ -11,6 +11,7 @@
 #define CB_CEIL(a, b) (((a) + (b)-1) / (b))
 
 static inline int64_t cb_blocks(int64_t out) { return CB_CEIL(out, CB_TILE_ROWS); }
+bool cb_is_repackable(const cb_repack_matrix *m);
 static inline int64_t cb_groups(int64_t in) { return CB_CEIL(in, CB_GROUP); }
 
 /* ---- pool ------------------------------------------------------------------------------------------------ */

@@ -1,4 +1,5 @@
 /* reader.c: the handle of the read pool. How it works: reader.h. */
+#include "internal.h"
 #include "reader.h"
 
 #include <errno.h>
@@ -10,6 +11,7 @@
 
 #define DEFAULT_PIECE ((int64_t)2 << 20)
 #define DEFAULT_SPECULATIVE_PIECE ((int64_t)1 << 20)
+#define MAX_EXTENTS 16
 
 /* ---- what a test puts between us and the system ----------------------------------------------------------- */
 
@@ -137,35 +139,71 @@ int cb_reader_fd(const cb_reader *reader) { return reader ? reader->event_fd : C
 
 /* ---- requests --------------------------------------------------------------------------------------------- */
 
-int cb_reader_submit(cb_reader *reader, uint64_t tag, int fd, int64_t offset, int64_t bytes, void *target,
-                     int priority, int want_checksum)
+/* What of a range is asked for; false when it can't be read so. */
+static bool plan_extent(read_extent *e, int fd, int64_t offset, int64_t bytes, int64_t at, bool may_widen)
 {
-    if (!reader || fd < 0 || offset < 0 || bytes <= 0 || offset > INT64_MAX - bytes || !target ||
-        (priority != CB_READ_DEMAND && priority != CB_READ_SPECULATIVE))
-        return CB_EINVAL;
+    if (fd < 0 || offset < 0 || bytes <= 0 || at < 0 || offset > INT64_MAX - bytes - CB_SECTOR)
+        return false;
     int flags = fcntl(fd, F_GETFL);
     if (flags < 0)
-        return CB_EINVAL;
-    if ((flags & O_DIRECT) && (offset % CB_SECTOR || bytes % CB_SECTOR || (uintptr_t)target % CB_SECTOR))
-        return CB_EINVAL;
+        return false;
+    int64_t lead = flags & O_DIRECT ? offset % CB_SECTOR : 0;
+    int64_t rest = flags & O_DIRECT ? (CB_SECTOR - (offset + bytes) % CB_SECTOR) % CB_SECTOR : 0;
+    if (!may_widen && (lead || rest))
+        return false;
+    if ((flags & O_DIRECT) && (at - lead) % CB_SECTOR)
+        return false;
+    *e = (read_extent){.offset = offset - lead,
+                       .at = at - lead,
+                       .bytes = lead + bytes + rest,
+                       .needed = lead + bytes,
+                       .fd = fd};
+    return true;
+}
+
+/* A request with room for its ranges, its matrices and the parts that it may be cut into. */
+static read_request *new_request(const cb_reader *reader, uint64_t tag, const read_extent *extents, int n_extents,
+                                 const cb_repack_matrix *matrices, int n_matrices)
+{
     /* A promotion changes the size of the parts on the way. */
     int64_t demand = reader->piece_bytes[CB_READ_DEMAND], speculative = reader->piece_bytes[CB_READ_SPECULATIVE];
-    int64_t smallest = demand < speculative ? demand : speculative;
-    int64_t most_parts = (bytes + smallest - 1) / smallest;
-    read_request *r = most_parts > INT32_MAX ? NULL : calloc(1, sizeof *r + (size_t)most_parts * sizeof r->part[0]);
+    int64_t smallest = demand < speculative ? demand : speculative, most_parts = 0;
+    for (int i = 0; i < n_extents; i++)
+        most_parts += (extents[i].bytes + smallest - 1) / smallest;
+    if (most_parts > INT32_MAX)
+        return NULL;
+    read_request *r;
+    size_t head = sizeof *r + (size_t)most_parts * sizeof r->part[0];
+    head = (head + 15) & ~(size_t)15;
+    r = calloc(1, head + (size_t)n_extents * sizeof *extents + (size_t)n_matrices * sizeof *matrices);
     if (!r)
-        return CB_ENOMEM;
+        return NULL;
     cb_hash64_begin(&r->hash);
     r->done.tag = tag;
-    r->done.wanted = bytes;
-    r->target = target;
-    r->offset = offset;
-    r->fd = fd;
-    r->priority = priority;
-    r->want_checksum = want_checksum;
+    r->extent = (read_extent *)((char *)r + head);
+    r->matrix = (cb_repack_matrix *)(r->extent + n_extents);
+    r->n_extents = n_extents;
+    r->n_matrices = n_matrices;
+    for (int i = 0; i < n_extents; i++) {
+        r->extent[i] = extents[i];
+        r->extent[i].begin = r->span;
+        r->span += extents[i].bytes;
+        r->done.wanted += extents[i].needed;
+    }
+    for (int i = 0; i < n_matrices; i++)
+        r->matrix[i] = matrices[i];
+    return r;
+}
 
+static int queue_request(cb_reader *reader, read_request *r, void *target, int priority)
+{
+    if (!r)
+        return CB_ENOMEM;
+    r->target = target;
+    r->base = r->n_matrices ? NULL : target;
+    r->priority = priority;
     pthread_mutex_lock(&reader->lock);
-    bool is_taken = cb_queue_find(reader, tag) != NULL;
+    bool is_taken = cb_queue_find(reader, r->done.tag) != NULL;
     if (!is_taken) {
         cb_list_append(&reader->pending[priority], r);
         cb_engine_wake(reader);
@@ -175,6 +213,55 @@ int cb_reader_submit(cb_reader *reader, uint64_t tag, int fd, int64_t offset, in
     if (is_taken)
         free(r);
     return is_taken ? CB_EINVAL : CB_OK;
+}
+
+static bool is_priority(int priority) { return priority == CB_READ_DEMAND || priority == CB_READ_SPECULATIVE; }
+
+int cb_reader_submit(cb_reader *reader, uint64_t tag, int fd, int64_t offset, int64_t bytes, void *target,
+                     int priority, int want_checksum)
+{
+    read_extent extent;
+    if (!reader || !target || !is_priority(priority) || !plan_extent(&extent, fd, offset, bytes, 0, false))
+        return CB_EINVAL;
+    if ((fcntl(fd, F_GETFL) & O_DIRECT) && (uintptr_t)target % CB_SECTOR)
+        return CB_EINVAL;
+    read_request *r = new_request(reader, tag, &extent, 1, NULL, 0);
+    if (r)
+        r->want_checksum = want_checksum;
+    return queue_request(reader, r, target, priority);
+}
+
+int cb_reader_stages(cb_reader *reader, void *memory, int n, int64_t bytes)
+{
+    if (!reader || !memory || n < 1 || n > CB_READ_MAX_DEPTH || bytes <= 0 || bytes % CB_SECTOR ||
+        (uintptr_t)memory % CB_SECTOR || reader->n_stages)
+        return CB_EINVAL;
+    pthread_mutex_lock(&reader->lock);
+    for (int i = 0; i < n; i++)
+        reader->free_stage[i] = (char *)memory + i * bytes;
+    reader->n_free_stages = reader->n_stages = n;
+    reader->stage_bytes = bytes;
+    pthread_mutex_unlock(&reader->lock);
+    return CB_OK;
+}
+
+int cb_reader_submit_extents(cb_reader *reader, uint64_t tag, const cb_read_extent *extents, int n_extents,
+                             const cb_repack_matrix *matrices, int n_matrices, void *target, int priority)
+{
+    read_extent planned[MAX_EXTENTS];
+    if (!reader || !target || !is_priority(priority) || !reader->n_stages || !extents || n_extents < 1 ||
+        n_extents > MAX_EXTENTS || !matrices || n_matrices < 1 || n_matrices > MAX_EXTENTS)
+        return CB_EINVAL;
+    for (int i = 0; i < n_extents; i++) {
+        const cb_read_extent *e = &extents[i];
+        if (!plan_extent(&planned[i], e->fd, e->offset, e->bytes, e->at, true) ||
+            planned[i].at + planned[i].bytes > reader->stage_bytes)
+            return CB_EINVAL;
+    }
+    for (int i = 0; i < n_matrices; i++)
+        if (!cb_is_repackable(&matrices[i]))
+            return CB_EINVAL;
+    return queue_request(reader, new_request(reader, tag, planned, n_extents, matrices, n_matrices), target, priority);
 }
 
 int cb_reader_promote(cb_reader *reader, uint64_t tag)

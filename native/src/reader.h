@@ -2,7 +2,7 @@
  *
  *   reader.c          the handle: submit, promote, cancel, take, counters
  *   reader_queue.c    the lists: which part is next, what becomes of one that ended, how a faulty read goes on
- *   reader_help.c     checksums as parts land, and pages for parts to come, on threads of their own
+ *   reader_help.c     checksums as parts land, repacking, and pages for parts to come, on threads of their own
  *   reader_threads.c  engine: `depth` threads in pread(2)
  *   reader_uring.c    engine: one thread with `depth` reads in an io_uring
  *
@@ -23,12 +23,27 @@
 #define CB_READ_HELPERS 2
 #define CB_SECTOR 4096
 
+/* A range of a file. A request's ranges are numbered through: byte `begin` of the read is byte `offset` of the file, and
+ * goes to byte `at` of where the request is read to. */
+typedef struct {
+    int64_t begin, offset, at;
+    int64_t bytes;  /* asked for; direct reads end with a sector, whether the file does or not */
+    int64_t needed; /* of them */
+    int fd;
+} read_extent;
+
 typedef struct read_request {
     struct read_request *next; /* in its list, oldest first */
     cb_read_done done;
+    char *base;   /* where its ranges are read to: the target, or its stage once it has one */
     char *target;
-    int64_t offset, handed_out; /* bytes */
-    int fd, priority, want_checksum;
+    int64_t span, handed_out; /* bytes, over all ranges */
+    int priority, want_checksum;
+    int n_extents, at_extent, n_matrices; /* n_matrices > 0: to be repacked from a stage */
+    read_extent *extent;
+    cb_repack_matrix *matrix;
+    struct read_request *next_to_repack;
+    bool is_repacked;
     int in_flight;     /* parts at which an engine is */
     bool is_landed;    /* no part will be read any more */
     bool is_hashing;   /* a thread takes its checksum, or a helper will */
@@ -50,9 +65,10 @@ typedef struct {
 /* One part on its way through an engine. */
 typedef struct {
     read_request *request;
+    const read_extent *extent;
     int32_t index;
     int priority; /* when it was handed out: under which the bytes are counted */
-    int64_t begin, bytes, have;
+    int64_t begin, bytes, needed, have;
     int attempt, error;
     int64_t delivered, n_retries, n_short;
 } read_part;
@@ -79,6 +95,10 @@ struct cb_reader {
     request_list landed;                /* only the checksum is missing */
     request_list finished;
     read_request *to_hash, *last_to_hash;
+    read_request *to_repack, *last_to_repack;
+    char *free_stage[CB_READ_MAX_DEPTH]; /* of the caller's memory */
+    int n_free_stages, n_stages;
+    int64_t stage_bytes;
     cb_read_counters counters;
     struct cb_uring *uring; /* NULL: threads */
 };
@@ -105,6 +125,8 @@ part_state cb_part_result(read_part *part, int64_t result, int64_t *delay_ns);
 void cb_hash_parts(cb_reader *reader, read_request *r);
 /* Has a helper do so. */
 void cb_hash_later(cb_reader *reader, read_request *r);
+/* Has a helper repack a read that is there. */
+void cb_repack_later(cb_reader *reader, read_request *r);
 /* A new request's pages may be new. */
 void cb_prepare_later(cb_reader *reader, const read_request *r);
 void *cb_helper(void *reader);

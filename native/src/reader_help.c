@@ -1,5 +1,5 @@
 /* reader_help.c: what threads of their own do beside the reads, so that the drive never waits for it: checksums, part by part
- * while the rest is on its way; and the pages of targets that were never touched. The system clears those before a read
+ * while the rest is on its way; repacking from a stage to the target; and the pages of targets that were never touched. The system clears those before a read
  * into them starts, at a quarter of the time that the read itself takes. */
 #include "reader.h"
 
@@ -46,6 +46,37 @@ void cb_hash_later(cb_reader *reader, read_request *r)
     pthread_cond_signal(&reader->help_work);
 }
 
+/* ---- repacking -------------------------------------------------------------------------------------------- */
+
+/* Until a helper is through with it the request can't end. */
+void cb_repack_later(cb_reader *reader, read_request *r)
+{
+    r->n_helping++;
+    r->next_to_repack = NULL;
+    if (reader->last_to_repack)
+        reader->last_to_repack->next_to_repack = r;
+    else
+        reader->to_repack = r;
+    reader->last_to_repack = r;
+    pthread_cond_signal(&reader->help_work);
+}
+
+/* Under the lock, which it leaves meanwhile. */
+static void repack(cb_reader *reader, read_request *r)
+{
+    int status = CB_OK;
+    if (!r->done.cancelled) {
+        pthread_mutex_unlock(&reader->lock);
+        status = cb_repack(r->matrix, r->n_matrices, r->base, r->target);
+        pthread_mutex_lock(&reader->lock);
+    }
+    if (status != CB_OK)
+        r->done.error = EILSEQ;
+    r->is_repacked = true;
+    r->n_helping--;
+    cb_queue_settle(reader, r);
+}
+
 /* ---- pages ------------------------------------------------------------------------------------------------ */
 
 void cb_prepare_later(cb_reader *reader, const read_request *r)
@@ -64,8 +95,8 @@ static read_request *next_to_prepare(const cb_reader *reader)
             int64_t ahead = r->handed_out + reader->piece_bytes[p];
             if (r->prepared < ahead)
                 r->prepared = ahead;
-            if (r->prepared < r->done.wanted && r->done.wanted >= PREPARE_FROM_BYTES && !r->done.error &&
-                !r->done.cancelled)
+            if (r->prepared < r->done.wanted && r->done.wanted >= PREPARE_FROM_BYTES && !r->n_matrices &&
+                !r->done.error && !r->done.cancelled)
                 return r;
         }
     return NULL;
@@ -102,6 +133,11 @@ void *cb_helper(void *arg)
                 reader->last_to_hash = NULL;
             cb_hash_parts(reader, r);
             cb_queue_settle(reader, r);
+        } else if ((r = reader->to_repack)) {
+            reader->to_repack = r->next_to_repack;
+            if (!reader->to_repack)
+                reader->last_to_repack = NULL;
+            repack(reader, r);
         } else if ((r = next_to_prepare(reader))) {
             prepare(reader, r);
         } else {

@@ -57,24 +57,47 @@ read_request *cb_queue_find(const cb_reader *reader, uint64_t tag)
 
 static bool has_more(const read_request *r)
 {
-    return r->handed_out < r->done.wanted && !r->done.error && !r->done.cancelled;
+    return r->handed_out < r->span && !r->done.error && !r->done.cancelled;
+}
+
+/* The oldest read that can go on. Speculative ones do when no demand read is pending, or when all that can be done for those is
+ * to let a speculative one end and give its stage back. */
+static read_request *next_request(const cb_reader *reader)
+{
+    for (int priority = CB_READ_DEMAND; priority <= CB_READ_SPECULATIVE; priority++) {
+        bool waits_for_stage = false;
+        for (read_request *r = reader->pending[priority].first; r; r = r->next) {
+            bool has_place = r->base || reader->n_free_stages > 0;
+            if (has_more(r) && has_place)
+                return r;
+            waits_for_stage |= has_more(r) && !has_place;
+        }
+        if (reader->pending[priority].first && !waits_for_stage)
+            return NULL;
+    }
+    return NULL;
 }
 
 bool cb_queue_take(cb_reader *reader, read_part *part)
 {
-    int priority = reader->pending[CB_READ_DEMAND].first ? CB_READ_DEMAND : CB_READ_SPECULATIVE;
-    read_request *r = reader->pending[priority].first;
-    while (r && !has_more(r))
-        r = r->next;
+    read_request *r = next_request(reader);
     if (!r)
         return false;
-    int64_t left = r->done.wanted - r->handed_out, piece = reader->piece_bytes[priority];
+    if (!r->base)
+        r->base = reader->free_stage[--reader->n_free_stages];
+    const read_extent *extent = &r->extent[r->at_extent];
+    int64_t done = r->handed_out - extent->begin, left = extent->bytes - done, piece = reader->piece_bytes[r->priority];
+    int64_t bytes = left < piece ? left : piece, needed = extent->needed - done;
     *part = (read_part){.request = r,
+                        .extent = extent,
                         .index = r->n_parts++,
-                        .priority = priority,
+                        .priority = r->priority,
                         .begin = r->handed_out,
-                        .bytes = left < piece ? left : piece};
+                        .bytes = bytes,
+                        .needed = needed < bytes ? needed : bytes};
     r->handed_out += part->bytes;
+    if (bytes == left)
+        r->at_extent++;
     r->part[part->index].end = r->handed_out;
     r->in_flight++;
     int64_t now = cb_now_ns();
@@ -88,9 +111,10 @@ bool cb_queue_take(cb_reader *reader, read_part *part)
 read_range cb_part_range(const read_part *part)
 {
     /* Direct reads must go on from an aligned place. */
-    const read_request *r = part->request;
-    int64_t from = part->begin + part->have - part->have % CB_SECTOR;
-    return (read_range){r->fd, r->target + from, r->offset + from, part->begin + part->bytes - from};
+    const read_extent *e = part->extent;
+    int64_t from = part->begin + part->have - part->have % CB_SECTOR, in_extent = from - e->begin;
+    return (read_range){e->fd, part->request->base + e->at + in_extent, e->offset + in_extent,
+                        part->begin + part->bytes - from};
 }
 
 static bool is_transient(int error) { return error == EINTR || error == EAGAIN || error == EIO; }
@@ -109,7 +133,7 @@ part_state cb_part_result(read_part *part, int64_t result, int64_t *delay_ns)
             return PART_ENDED;
         if (from + result > part->have)
             part->have = from + result;
-        if (part->have >= part->bytes)
+        if (part->have >= part->needed)
             return PART_ENDED;
         part->n_short++;
     }
@@ -126,6 +150,10 @@ part_state cb_part_result(read_part *part, int64_t result, int64_t *delay_ns)
 
 static void finish(cb_reader *reader, read_request *r)
 {
+    if (r->n_matrices > 0 && r->base) {
+        reader->free_stage[reader->n_free_stages++] = r->base;
+        cb_engine_wake(reader); /* somebody may wait for it */
+    }
     if (r->want_checksum && !r->done.error && !r->done.cancelled)
         r->done.checksum = cb_hash64_end(&r->hash, r->target + (r->done.wanted & ~(int64_t)31), r->done.wanted);
     r->done.end_ns = cb_now_ns();
@@ -152,6 +180,10 @@ void cb_queue_settle(cb_reader *reader, read_request *r)
     bool is_hashed = !r->want_checksum || r->done.error || r->done.cancelled || r->n_hashed == r->n_parts;
     if (r->is_hashing || r->n_helping > 0 || !is_hashed)
         return;
+    if (r->n_matrices > 0 && !r->is_repacked && !r->done.error && !r->done.cancelled) {
+        cb_repack_later(reader, r);
+        return;
+    }
     cb_list_unlink(&reader->landed, r);
     finish(reader, r);
 }
@@ -169,7 +201,7 @@ void cb_queue_landed(cb_reader *reader, const read_part *part)
         if (!r->done.error)
             r->done.error = part->error;
     } else {
-        r->done.bytes += part->bytes;
+        r->done.bytes += part->needed;
         r->part[part->index].is_there = true;
         if (r->want_checksum && !r->is_hashing) {
             if (part->bytes <= HASH_HERE_BYTES)

@@ -6,10 +6,12 @@ copy of the record; only when none is left it is a fault. Chooses neither slots 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field, replace
 
+from native.memory import HugeBuffer
 from native.reader import ReadCounters, ReadDone, Reader
 from services.expert_io.events import ReadCancelled, ReadFailed, ReadLanded
 from services.expert_io.slab import Slab
@@ -18,6 +20,7 @@ from shared.container.reader import Container
 from shared.errors import ErrorCode, StoreError
 from shared.experts.residency import Key
 from shared.memory.big_memory import Home, content_of
+from shared.planning.ledger import N_STAGES
 
 READ_ALIGN = 4096
 
@@ -66,10 +69,20 @@ class SlotReads:
         content = content_of(container.experts_content()) if home else 0
         self.slab = Slab(n_slots, slot_bytes, home, n_records, content)
         self.readers = [new_reader() for _ in range(self.sources.n_drives)]
+        self._stages = [self._new_stages(reader) for reader in self.readers]
         self._first = first
         self._reads: dict[int, _Read] = {}
         self._next_tag = 1
         self._tag_of_slot: dict[int, int] = {}
+
+    def _new_stages(self, reader: Reader) -> HugeBuffer | None:
+        """Memory in which records are put together, where they do not lie whole."""
+        n_bytes = max((file.raw.stage_bytes for file in self.sources.files.values() if file.raw), default=0)
+        if not n_bytes:
+            return None
+        memory = HugeBuffer(N_STAGES * n_bytes)
+        reader.stages(memory.address, N_STAGES, n_bytes)
+        return memory
 
     def address(self, slot: int) -> int:
         """Where the slot's bytes lie."""
@@ -96,6 +109,11 @@ class SlotReads:
         self._tag_of_slot[read.slot] = tag
         self.slab.reading(read.slot - self._first, read.key)
         source = read.source
+        if source.extents:
+            self.readers[source.drive].submit_extents(
+                tag, source.extents, source.matrices, self.address(read.slot), speculative=read.is_guess
+            )
+            return
         self.readers[source.drive].submit(
             tag,
             source.fd,
@@ -170,6 +188,10 @@ class SlotReads:
         """A code and a sentence, when what came is not the record."""
         layer, expert = key
         where = f"expert {expert} of layer {layer} in {source.path} at offset {source.offset}"
+        if done.error == errno.EILSEQ:
+            reason = "a scale is NaN, infinite or too large for f16"
+            self.sources.found_damaged(source, key, reason)
+            return ErrorCode.EXPERT_READ_FAILED, f"Reading {where}: {reason}. Copy the model directory again."
         if done.error:
             reason = f"expected {done.wanted} bytes, received {done.bytes} ({os.strerror(done.error)})"
             self.sources.failed(source, reason)
@@ -201,5 +223,8 @@ class SlotReads:
     def close(self) -> None:
         for reader in self.readers:
             reader.close()
+        for stages in self._stages:
+            if stages is not None:
+                stages.close()
         self.sources.close()
         self.slab.close()

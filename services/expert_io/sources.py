@@ -9,11 +9,14 @@ import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 
-from native.reader import open_direct
+from native.matrix import RepackMatrix
+from native.reader import ReadExtent, open_direct
 from services.expert_io.copies import CopyChooser
 from shared.container.entries import Copy, ExpertFile
 from shared.container.mirror import number_drives
+from shared.container.raw import repack_matrices
 from shared.container.reader import Container
 from shared.errors import StoreError
 from shared.experts.residency import Key
@@ -21,7 +24,7 @@ from shared.experts.residency import Key
 
 @dataclass(frozen=True)
 class Source:
-    """One copy of one record. ``drive`` counts from 0."""
+    """One copy of one record: a range of a file, or several that it is put together from. ``drive`` counts from 0."""
 
     fd: int
     offset: int
@@ -29,6 +32,9 @@ class Source:
     path: str
     place: int
     drive: int
+    extents: tuple[ReadExtent, ...] = ()
+    """To be read to a stage, and ``matrices`` to be repacked from there; empty: the record lies whole."""
+    matrices: tuple[RepackMatrix, ...] = ()
 
 
 class RecordSources:
@@ -43,8 +49,14 @@ class RecordSources:
         self._warn = warn
         self._buffered: set[int] = set(range(len(self.places))) if direct_io == "off" else set()
         self._fds: dict[tuple[int, int], int] = {}
+        self._raw_fds: dict[Path, int] = {}
         try:
             for layer, file in self.files.items():
+                if file.raw is not None:
+                    for path in file.raw.files:
+                        if path not in self._raw_fds:
+                            self._raw_fds[path] = self._open(Copy(path, 0), direct_io)
+                    continue
                 for copy in file.copies:
                     self._fds[layer, copy.place] = self._open(copy, direct_io)
             self.drives = number_drives(self.places)
@@ -86,9 +98,20 @@ class RecordSources:
         if not places:
             return None
         place = self._chooser.choose(key, places, file.record_bytes, time.monotonic_ns(), is_guess=is_guess)
+        if file.raw is not None:
+            return self._raw_source(file, expert)
         path = next(copy.path for copy in file.copies if copy.place == place)
         return Source(
             self._fds[layer, place], file.offset_of(expert), file.record_bytes, str(path), place, self.drives[place]
+        )
+
+    def _raw_source(self, file: ExpertFile, expert: int) -> Source:
+        extents = file.extents(expert)
+        first = extents[0]
+        ranges = tuple(ReadExtent(each.offset, each.n_bytes, each.at, self._raw_fds[each.path]) for each in extents)
+        matrices = tuple(repack_matrices(file, expert))
+        return Source(
+            ranges[0].fd, first.offset, file.record_bytes, str(first.path), 0, self.drives[0], ranges, matrices
         )
 
     def promoted(self, source: Source) -> None:
@@ -102,8 +125,8 @@ class RecordSources:
     # -- what came of it --------------------------------------------------------------------------------------
 
     def is_verified(self, source: Source, key: Key) -> bool:
-        """Whether this copy of the record has had the right checksum before."""
-        return (source.place, key) in self._verified
+        """Whether this copy of the record has had the right checksum before, or nobody knows one."""
+        return (source.place, key) in self._verified or not self.files[key[0]].checksums
 
     def arrived(self, source: Source, key: Key) -> None:
         """The record came whole and as it was written."""
@@ -137,6 +160,7 @@ class RecordSources:
         return self._chooser.n_resting(time.monotonic_ns())
 
     def close(self) -> None:
-        for fd in self._fds.values():
+        for fd in (*self._fds.values(), *self._raw_fds.values()):
             os.close(fd)
         self._fds.clear()
+        self._raw_fds.clear()

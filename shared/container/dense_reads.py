@@ -34,7 +34,7 @@ _N_HASHERS = 2
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A range of a file with its checksum: a tensor's weight or scales."""
+    """A range of a file with its checksum ("": not known): a tensor's weight or scales."""
 
     what: str
     file: Path
@@ -208,7 +208,9 @@ def _fault(chunk: _Chunk, done: ReadDone) -> Exception:
 
 
 def check(part: Part, found_bytes: npt.NDArray[np.uint8]) -> None:
-    """ChecksumMismatch unless these are the bytes that were written."""
+    """ChecksumMismatch unless these are the bytes that were written, as far as anybody noted what those were."""
+    if not part.checksum:
+        return
     found = checksum(found_bytes)
     if found != part.checksum:
         raise ChecksumMismatch(

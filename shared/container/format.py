@@ -217,6 +217,8 @@ class Facts(msgspec.Struct, frozen=True):
     """Of each MoE layer, ascending."""
     has_tokenizer: bool = True
     """A model of random weights has none."""
+    stage_bytes: int = 0
+    """Room that a record takes while it is put together from ranges that lie apart; 0: records lie whole."""
 
 
 def check_precision(precision: Mapping[str, str]) -> None:

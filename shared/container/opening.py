@@ -284,7 +284,7 @@ def _copies_in(
     if found and not (mirror / MANIFEST_NAME).exists():
         layer, copy = next(iter(found.items()))
         with OpenFiles() as files:
-            complaint = files.complaint(experts[layer].part(0, copy))
+            complaint = files.complaint(*experts[layer].parts(0, copy))
         if complaint:
             raise ContainerError(f"the expert files in {mirror} are not this model's, or damaged: {complaint}")
     return found

@@ -171,20 +171,19 @@ class DriveProbe:
     """Reads random records of an expert file's first copy for a moment per setting. Raises OSError, NativeError."""
 
     def __init__(self, file: ExpertFile, seed: int | None = None) -> None:
-        self.file = file
-        self._experts = [expert for expert in range(file.n_experts) if file.copies[0].holds(expert)]
+        self.path, self._offsets, self._n_bytes = file.probe_reads
         self._random = random.Random(seed)
-        self._fds = {False: os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)}
+        self._fds = {False: os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)}
         with contextlib.suppress(OSError):  # this file system has none
-            self._fds[True] = open_direct(file.path)
+            self._fds[True] = open_direct(self.path)
         has_ring = not uring_refusal()
         self.settings = tuple(s for s in CANDIDATES if s.is_direct in self._fds and (has_ring or s.engine != "uring"))
-        self._buffer = HugeBuffer(max(self._n_waiting(s) for s in self.settings) * file.record_bytes)
+        self._buffer = HugeBuffer(max(self._n_waiting(s) for s in self.settings) * self._n_bytes)
         self._buffer.array[:] = 0
 
     def _n_waiting(self, setting: ReadSetting) -> int:
         """Records in the queue: twice what is in flight, and at least two."""
-        return max(2, -(-2 * setting.depth * setting.piece_bytes // self.file.record_bytes))
+        return max(2, -(-2 * setting.depth * setting.piece_bytes // self._n_bytes))
 
     def rates(self, n_rounds: int = N_ROUNDS, sample_s: float = SAMPLE_S) -> dict[ReadSetting, list[float]]:
         """Bytes per second per setting and round; settings take turns, back and forth."""
@@ -199,7 +198,7 @@ class DriveProbe:
 
         What is buffered is read past what the page cache holds already.
         """
-        file, fd = self.file, self._fds[setting.is_direct]
+        size, fd = self._n_bytes, self._fds[setting.is_direct]
         free = list(range(self._n_waiting(setting)))
         waiting: dict[int, tuple[int, int]] = {}  # tag -> (slot, offset)
         tag = n_bytes = 0
@@ -208,10 +207,10 @@ class DriveProbe:
             is_over = False
             while not is_over or waiting:
                 while free and not is_over:
-                    slot, offset = free.pop(), file.offset_of(self._random.choice(self._experts))
+                    slot, offset = free.pop(), self._random.choice(self._offsets)
                     if not setting.is_direct:
-                        os.posix_fadvise(fd, offset, file.record_bytes, os.POSIX_FADV_DONTNEED)
-                    reader.submit(tag, fd, offset, file.record_bytes, self._buffer.address + slot * file.record_bytes)
+                        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
+                    reader.submit(tag, fd, offset, size, self._buffer.address + slot * size)
                     waiting[tag] = (slot, offset)
                     tag += 1
                 left = begin + (seconds if n_bytes else PATIENCE_S) - time.perf_counter()
@@ -221,9 +220,9 @@ class DriveProbe:
                     free.append(slot)
                     n_bytes += done.bytes
                     if done.error:
-                        raise OSError(done.error, os.strerror(done.error), str(file.path))
+                        raise OSError(done.error, os.strerror(done.error), str(self.path))
                     if not setting.is_direct:
-                        os.posix_fadvise(fd, offset, file.record_bytes, os.POSIX_FADV_DONTNEED)
+                        os.posix_fadvise(fd, offset, size, os.POSIX_FADV_DONTNEED)
                 elapsed = time.perf_counter() - begin
                 if not is_over and elapsed >= seconds and (n_bytes or elapsed >= PATIENCE_S):
                     is_over = True

@@ -35,6 +35,9 @@ DEFAULT_DRAFTS = 2
 N_FRAMES = 2
 """One for the step, one for the draft."""
 
+N_STAGES = 3
+"""Records that are put together at a time, where they do not lie whole: one is read, one is repacked, one is between."""
+
 SHARED = "shared"
 GROUP = "group"
 """Owners that are no service: the segments, and those who start and watch the services."""
@@ -243,6 +246,8 @@ def _ledger(
         Line("expert_io", f"tables of {n_experts:,} experts", n_experts * _EXPERT_BYTES + HUGE_PAGE),
         Line(SHARED, "trace and counters", _TRACE_BYTES),
     ]
+    if facts.stage_bytes:
+        fixed.append(Line("expert_io", "records that are put together", N_STAGES * facts.stage_bytes))
     if n_drafts:
         fixed.append(Line("drafter", "MTP layer without its experts", facts.mtp_bytes))
     if facts.has_tokenizer:

@@ -115,6 +115,12 @@ class Settings(Passed, frozen=True, forbid_unknown_fields=True, kw_only=True):
         Literal["auto", "memory", "disk"],
         Setting("where the embedding table lies; auto: on disk where slots need the memory more", has_flag=False),
     ] = "auto"
+    attention: Annotated[
+        Literal["auto", "dense"],
+        Setting(
+            "dense: attend to all keys where a container lacks its sparse indexer, also beyond what that would choose from"
+        ),
+    ] = "auto"
     mirror: Annotated[
         tuple[str, ...],
         Setting("also read experts from the copies in this directory, on another drive (`colibri mirror stage`); repeatable",

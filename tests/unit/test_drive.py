@@ -275,7 +275,7 @@ def test_the_rate_where_no_model_is_yet(tmp_path: Path, monkeypatch: pytest.Monk
     sizes = []
 
     def measured(probe: DriveProbe) -> dict[ReadSetting, list[float]]:
-        sizes.append(probe.file.path.stat().st_size)
+        sizes.append(probe.path.stat().st_size)
         assert probe.sample(DEFAULT if DEFAULT in probe.settings else BUFFERED, 0.001) > 0
         return rates
 
