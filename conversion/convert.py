@@ -22,6 +22,7 @@ from conversion.checkpoint import BLOCKS_SUFFIX, SCALES_SUFFIX, Checkpoint
 from conversion.layouts import SCALE_SUFFIX, find_foreign
 from conversion.writer import ContainerWriter, Evidence, Produce
 from native.matrix import TILE_ROWS
+from shared.container.c_engine import is_c_engine
 from shared.container.checksum import checksum
 from shared.container.format import (
     INDEX_NAME,
@@ -90,6 +91,11 @@ class Conversion:
             raise ConfigError(f"--precision must be one of {', '.join(PRECISIONS)}, found {precision!r}.")
         if (source / INDEX_NAME).exists():
             raise ContainerError(f"{source} is already a container; give the directory of the original checkpoint.")
+        if is_c_engine(source):
+            raise ContainerError(
+                f"{source} is a container of the C engine, which is not converted (its weights are rounded already) but opened "
+                f"as it lies: colibri-up {source}"
+            )
         if checkpoint is None and (complaint := why_no_checkpoint(source)):
             raise ContainerError(complaint)
         self.source, self.precision, self.has_mtp = source, precision, has_mtp

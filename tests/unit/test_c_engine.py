@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conversion.convert import Conversion
 from shared.container.c_engine import is_c_engine
 from shared.container.plain import dense_values, expert_values
 from shared.container.reader import Container, aligned_buffer
@@ -129,6 +130,8 @@ def test_the_fingerprint_stands_for_the_content(tmp_path: Path) -> None:
 
 def test_what_own_containers_have_and_these_lack(tmp_path: Path) -> None:
     write_c_container(tmp_path / "model")
+    with pytest.raises(ContainerError, match=r"not converted .* but opened as it lies: colibri-up"):
+        Conversion(tmp_path / "model", "int4")
     container = Container.open(tmp_path / "model")
     assert not container.has_checksums and container.fingerprint_complaint() is None
     with pytest.raises(ContainerError, match=r"has no colibri\.json: .* no checksums"):
