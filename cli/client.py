@@ -12,17 +12,19 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from native.process import die_with_parent
 from shared.awake import Countdown
 from shared.errors import ColibriError, ConfigError
 from shared.messages.control import ServiceState
-from shared.run.child import child_environment, python_command
+from shared.run.child import child_environment
 from shared.run.client import Client, ask_status, find_group
 from shared.run.config import GroupConfig, is_locked
+from shared.run.forks import Process, start_module
 from shared.run.terminal import complain
 from shared.wire.endpoints import default_run_dir
 
@@ -116,13 +118,14 @@ def _can_answer(config: GroupConfig) -> bool:
 def _own_group(directory: Path, arguments: list[str]) -> Iterator[str]:
     """A group that lives as long as this block, and ends too when this process is killed. Yields its address."""
     # Any free port: the group is ours alone and must not meet one of another run directory.
-    process = subprocess.Popen(
-        python_command("deploy.up", "--run-dir", str(directory), "--port", "0", *arguments),
+    process = start_module(
+        "deploy.up",
+        *("--run-dir", str(directory), "--port", "0", *arguments),
         env=child_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is ours: it may only stop an answer
-        preexec_fn=_end_with_parent(),
+        new_session=True,  # Ctrl-C is ours: it may only stop an answer
+        before=functools.partial(die_with_parent, signal.SIGTERM),
     )
     ready = threading.Event()
     relay = threading.Thread(target=_relay, args=(process.stdout, ready), daemon=True)
@@ -143,15 +146,6 @@ def _own_group(directory: Path, arguments: list[str]) -> Iterator[str]:
         _stop_process(process)
 
 
-def _end_with_parent() -> Callable[[], None] | None:
-    """For the child, before exec: the kernel sends it SIGTERM when this process is gone."""
-    try:
-        from native.memory import die_with_parent
-    except (ImportError, OSError):  # kernels not built: then only an orderly end stops the group
-        return None
-    return functools.partial(die_with_parent, signal.SIGTERM)
-
-
 def _relay(source: IO[bytes] | None, ready: threading.Event) -> None:
     """colibri-up's progress, on standard error until it is ready; what it says later is about a terminal it has not got."""
     assert source is not None
@@ -167,7 +161,7 @@ def _leave(number: int, _frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _stop_process(process: subprocess.Popen[bytes]) -> None:
+def _stop_process(process: Process) -> None:
     """The first SIGTERM lets it drain and stop; nothing of ours is running any more, so that is quick."""
     if process.poll() is None:
         process.terminate()

@@ -1,6 +1,6 @@
 """The process that keeps a group alive: supervisor, plus what must happen when the group ends, however it ends.
 
-``python -m deploy.keeper RUN_DIR`` is started by colibri-up early, loads its modules while colibri-up plans, and waits for
+``python -m deploy.keeper RUN_DIR`` is forked by colibri-up early, loads modules while colibri-up plans, and waits for
 ``start`` on its stdin. It holds the run's lock through an inherited descriptor, runs supervisor in its own process and at last
 removes segments and sockets. It ends when told to (SIGTERM) and when its stdin closes: that is how it learns of colibri-up's
 death. ``detach`` before the close means: go on alone.
@@ -30,12 +30,13 @@ from supervisor.options import ServerOptions
 from supervisor.states import ProcessStates, SupervisorStates, getProcessStateDescription
 from supervisor.supervisord import Supervisor
 
-from deploy import forking
+from deploy import loading
 from deploy.rundir import SUPERVISOR_CONF_NAME, clean_run
 from deploy.supervisor_conf import INTERPRETER
 from shared.awake import AwakeClock
 from shared.machine.processes import is_stopped, process_start
 from shared.memory.segments import add_owner
+from shared.run import forks
 from shared.run.config import FROZEN_NAME, load_frozen
 from shared.run.running import PROCESSES_NAME, write_json
 
@@ -192,15 +193,16 @@ class ForkingOptions(ServerOptions):  # type: ignore[misc]
     _may_stay = False
 
     def fork(self) -> int:
-        self._may_stay = forking.is_clean()
+        self._may_stay = forks.is_clean()
         pid = os.fork()
         if pid == 0:
-            forking.forget_parent()
+            forks.forget_parent()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return pid
 
     def execve(self, filename: str, argv: list[str], env: dict[str, str]) -> None:
-        if self._may_stay and forking.is_module_command(filename, argv):
-            forking.become(argv, env)
+        if self._may_stay and forks.is_module_command(argv):
+            forks.become(argv, env)
         super().execve(filename, argv, env)
 
 
@@ -216,7 +218,7 @@ def use_own_interpreter(options: ServerOptions) -> None:
 def main() -> None:
     run_dir = Path(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    forking.load_shared_modules(0)
+    loading.load_for_services(0)
     if os.read(0, len(START)) != START:
         return  # colibri-up found a reason not to start
     run_id = load_frozen(run_dir / FROZEN_NAME).run_id

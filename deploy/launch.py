@@ -27,8 +27,9 @@ from shared.messages import control
 from shared.messages.control import ServiceState
 from shared.run import running
 from shared.run.address import listen, url_of
-from shared.run.child import child_environment, python_command
+from shared.run.child import child_environment
 from shared.run.config import FROZEN_NAME, GroupConfig, Settings, freeze, is_locked, passed_on
+from shared.run.forks import Process, start_module
 from shared.run.last_words import read_last_words
 from shared.wire.endpoints import DRAFTER, GATEWAY, Endpoints, default_run_dir
 
@@ -45,6 +46,8 @@ KEEPER_STOP_S = 12.0
 KEEPER_LOG = "keeper.log"
 _LOG_LIMIT_BYTES = 64 << 20
 POLL_S = 0.05
+QUESTION_S = 1.0
+"""So long an answer is waited for before it is asked again: the router that was asked may have ended."""
 
 
 class StartFailed(ColibriError):
@@ -219,26 +222,26 @@ def create_segments(plan: StartPlan) -> None:
         segments.Segment.create(config.run_id, name, n_bytes).close()
 
 
-def spawn_keeper(run_dir: Path, lock_fd: int) -> subprocess.Popen[bytes]:
+def spawn_keeper(run_dir: Path, lock_fd: int) -> Process:
     """Starts the keeper, which loads its modules and waits for ``start`` (or ends when its stdin does). Raises OSError."""
     log_dir = run_dir / "log"
     log_dir.mkdir(mode=0o700, exist_ok=True)
     for path in log_dir.glob("*.log"):  # supervisor would open anything
         is_file(path)
     with os.fdopen(open_file(log_dir / KEEPER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log:
-        return subprocess.Popen(
-            # All names: services take over the place of this command line, and need room.
-            python_command("deploy.keeper", str(run_dir), rundir.SUPERVISOR_CONF_NAME, FROZEN_NAME),
+        return start_module(
+            "deploy.keeper",
+            str(run_dir),
             env=child_environment() | ENVIRONMENT,  # the services inherit it
             stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C and Ctrl-Z at the terminal are ours
+            stdout=log.fileno(),
+            stderr=log.fileno(),
+            new_session=True,  # Ctrl-C and Ctrl-Z at the terminal are ours
             pass_fds=(lock_fd,),
         )
 
 
-def dismiss_keeper(keeper: subprocess.Popen[bytes]) -> None:
+def dismiss_keeper(keeper: Process) -> None:
     """Ends a keeper that was not told to start."""
     assert keeper.stdin is not None
     keeper.stdin.close()
@@ -248,7 +251,7 @@ def dismiss_keeper(keeper: subprocess.Popen[bytes]) -> None:
 class GroupProcess:
     """A started group, seen from the process that started it. ``stdin`` of the keeper ties its life to ours."""
 
-    def __init__(self, config: GroupConfig, keeper: subprocess.Popen[bytes], lock_fd: int) -> None:
+    def __init__(self, config: GroupConfig, keeper: Process, lock_fd: int) -> None:
         from shared.wire.control_plane import ControlClient
 
         self.config = config
@@ -259,6 +262,7 @@ class GroupProcess:
         self._lock_fd = lock_fd
         self._log_path = self.run_dir / "log" / KEEPER_LOG
         self._control = ControlClient(self.endpoints)
+        self._question: Countdown | None = None
         self._tell_keeper(b"start\n")
 
     def _tell_keeper(self, line: bytes) -> None:
@@ -268,8 +272,20 @@ class GroupProcess:
             self.keeper.stdin.flush()
 
     def status(self, timeout_s: float = 0.2) -> control.Status | None:
-        """The control plane's view, None while there is no router."""
-        return self._control.ask(control.StatusWanted(), control.Status, timeout_s)
+        """The control plane's view, None while there is no router, or none that answers yet.
+
+        One question is open at a time: a router that starts would answer all of them with what it knew when it began.
+        """
+        if self._question is None or self._question.is_over:
+            if not self._control.send(control.StatusWanted()):
+                time.sleep(min(timeout_s, POLL_S / 5))
+                return None
+            self._question = Countdown(QUESTION_S)
+        if not self._control.socket.wait(timeout_s * 1000):
+            return None
+        found = [msg for msg in self._control.receive_all() if isinstance(msg, control.Status)]
+        self._question = None if found else self._question
+        return found[-1] if found else None
 
     def wait_ready(self) -> Iterator[control.Status | None]:
         """Yields the control plane's view several times a second, last the one that is ready.
@@ -346,22 +362,20 @@ class GroupProcess:
 
 def gateway_serves(status: control.Status) -> bool:
     """Whether the gateway itself says that the group can serve."""
-    from http.client import HTTPConnection, HTTPException
+    import socket
     from urllib.parse import urlsplit
 
     url = next((value for s in status.services if s.service == GATEWAY for name, value in s.facts if name == "url"), "")
     address = urlsplit(url)
-    connection = HTTPConnection(address.hostname or "", address.port, timeout=1.0)
     try:
-        connection.request("GET", "/health/ready")
-        return connection.getresponse().status == 200
-    except (OSError, HTTPException):
+        with socket.create_connection((address.hostname or "", address.port or 0), timeout=1.0) as connection:
+            connection.sendall(b"GET /health/ready HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return connection.makefile("rb").readline(64).split()[1:2] == [b"200"]
+    except OSError:
         return False
-    finally:
-        connection.close()
 
 
-def start(plan: StartPlan, lock_fd: int, keeper: subprocess.Popen[bytes]) -> GroupProcess:
+def start(plan: StartPlan, lock_fd: int, keeper: Process) -> GroupProcess:
     """Creates segments and files, tells the keeper to start. Whatever fails, nothing but the keeper is left."""
     from shared.memory import warm_sets
     from shared.memory.segments import add_owner

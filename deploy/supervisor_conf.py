@@ -9,8 +9,10 @@ from shared.run.child import python_command
 from shared.run.config import FROZEN_NAME, GroupConfig
 from shared.wire.endpoints import DRAFTER, SERVICES
 
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-"""Of the keeper and so of every service. NumPy's own threads are never used: they would cost memory, time and the fork."""
+WITHOUT_THREADS = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+"""Of every process of a group. NumPy's own threads are never used: they would cost memory, time and the fork."""
+ENVIRONMENT = {**WITHOUT_THREADS, "PYTHONUNBUFFERED": "1"}
+"""Of the keeper and so of every service."""
 STOP_WAIT_S = 6
 START_RETRIES = 3
 INTERPRETER = "python"

@@ -12,6 +12,7 @@ import shared.run.first  # noqa: F401
 
 import argparse
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -19,10 +20,12 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from deploy.supervisor_conf import WITHOUT_THREADS
 from shared.errors import EXIT_FAULT, EXIT_OK, ColibriError, ConfigError
 from shared.messages.control import ServiceState
 from shared.run.address import is_loopback, url_of
 from shared.run.config import Settings, load_settings
+from shared.run.forks import wait_readable
 from shared.run.program import OutputLost, ReaderGone, run_program
 from shared.run.settings import add_flags, declared
 from shared.run.terminal import complain, say, say_json
@@ -56,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> NoReturn:
     """Console entry point; ends the process."""
+    os.environ.update(WITHOUT_THREADS)
     run_program(NAME, lambda: run(sys.argv[1:]))
 
 
@@ -116,6 +120,8 @@ class _Signals:
     def __init__(self) -> None:
         self.count = 0
         self.name = ""
+        self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if sig == signal.SIGHUP and signal.getsignal(sig) == signal.SIG_IGN:
                 continue  # nohup: the end of the terminal is nothing to us
@@ -124,6 +130,11 @@ class _Signals:
     def _on_signal(self, sig: int, _frame: object) -> None:
         self.count += 1
         self.name = "Ctrl-C" if sig == signal.SIGINT else signal.Signals(sig).name
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleeps, but not through a signal."""
+        if wait_readable(self._read, timeout_s):
+            os.read(self._read, 64)
 
     @property
     def is_urgent(self) -> bool:
@@ -222,7 +233,7 @@ def _keep(group: Any, signals: _Signals) -> int:
             complain(f"{NAME}: {words}")
             exit_code = EXIT_FAULT
             break
-        time.sleep(0.2)
+        signals.wait(0.2)
     if signals.count:
         _say(f"{signals.name}: running requests may finish (again: stop at once) ...")
         n_cut = group.drain(signals.name, lambda: signals.is_urgent or group.keeper.poll() is not None)

@@ -1,4 +1,4 @@
-"""Memory in huge pages, private or of a file that outlives the process; the checksum of containers; the tie to the parent."""
+"""Memory in huge pages, private or of a file that outlives the process; the checksum of containers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ declare("cb_huge_map", ctypes.c_void_p, [ctypes.c_int, ctypes.c_int64, ctypes.c_
 declare("cb_huge_populate", ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int])
 declare("cb_huge_release", ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int])
 declare("cb_hash64", ctypes.c_uint64, [ctypes.c_void_p, ctypes.c_int64])
-declare("cb_die_with_parent", ctypes.c_int, [ctypes.c_int])
 
 
 HUGE_PAGE = 2 << 20
@@ -97,10 +96,3 @@ def hash64(data: Any) -> int:
     view = np.frombuffer(data, np.uint8)
     found: int = lib.cb_hash64(view.__array_interface__["data"][0], view.nbytes)
     return found
-
-
-def die_with_parent(signal: int) -> None:
-    """This process gets `signal` when the thread that started it ends; 0 undoes it. NativeError when refused."""
-    status = lib.cb_die_with_parent(signal)
-    if status != OK:
-        raise fail("cb_die_with_parent", status, f"signal {signal}")

@@ -440,8 +440,6 @@ CB_API int cb_huge_populate(void *p, int64_t bytes, int is_writable);
 /* Gives the memory of a range (whole 4096-byte pages) back to the system; it stays mapped and reads as zeroes. is_shared: of a
  * cb_huge_map, whose file has a hole there then. */
 CB_API int cb_huge_release(void *p, int64_t bytes, int is_shared);
-/* The calling process gets `signal` when its parent ends (Linux prctl). */
-CB_API int cb_die_with_parent(int signal);
 
 #ifdef __cplusplus
 }

@@ -1,11 +1,9 @@
-/* memory.c: huge-page memory, private and named, and the tie to the parent process. */
+/* memory.c: huge-page memory, private and named. */
 #include "../include/colibri.h"
 
 #include <errno.h>
-#include <signal.h>
 #include <stdint.h>
 #include <sys/mman.h>
-#include <sys/prctl.h>
 
 #define HUGE_BYTES ((uint64_t)2 << 20)
 #define PAGE_BYTES ((uint64_t)4096)
@@ -87,11 +85,4 @@ int cb_huge_release(void *p, int64_t bytes, int is_shared)
     if (!p || bytes <= 0 || ((uintptr_t)p | (uint64_t)bytes) & (PAGE_BYTES - 1))
         return CB_EINVAL;
     return madvise(p, (size_t)bytes, is_shared ? MADV_REMOVE : MADV_DONTNEED) == 0 ? CB_OK : CB_ESYS;
-}
-
-int cb_die_with_parent(int signal)
-{
-    if (signal < 0 || signal >= NSIG)
-        return CB_EINVAL;
-    return prctl(PR_SET_PDEATHSIG, (unsigned long)signal, 0, 0, 0) == 0 ? CB_OK : CB_ESYS;
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any, ClassVar, cast
@@ -128,12 +129,39 @@ class GatewayService(AsyncService):
         deadline = time.monotonic() + CLOSE_S
         while not self._engine.is_idle and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        self._server.should_exit = True
+        self._server.leave()
         await self._serving
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling: signals belong to the lifecycle."""
+    """uvicorn that ends at once when it is told to and nobody is connected; signals belong to the lifecycle."""
+
+    TICK_S = 0.1
+    """As uvicorn's own main loop."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._is_told = asyncio.Event()
+
+    def leave(self) -> None:
+        self.should_exit = True
+        self._is_told.set()
+
+    async def main_loop(self) -> None:
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 1
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._is_told.wait(), self.TICK_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)
+            return
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

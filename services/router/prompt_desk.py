@@ -24,7 +24,8 @@ from shared.errors import ColibriError, ContainerError, ErrorCode, Refused
 from shared.log import Log
 from shared.machine.processes import TICKS_PER_S, process_line
 from shared.messages.router import Submit
-from shared.run.child import child_environment, python_command
+from shared.run.child import child_environment
+from shared.run.forks import Process, start_module
 from shared.wire.protocols import Polls
 
 Outcome = list[int] | Refused
@@ -38,15 +39,25 @@ _BYTES_PER_TOKEN: Final = 64
 _ENVIRONMENT: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
-    # What a long text took goes back to the system.
-    "MALLOC_ARENA_MAX": "2",
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 20),
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
 }
 
 
+def start_prompt_process(model_dir: Path, room_bytes: int) -> Process:
+    """The process that reads ``model_dir``'s tokenizer and waits for jobs. Raises OSError."""
+    return start_module(
+        "services.router.prompt_worker",
+        *(str(model_dir), str(room_bytes)),
+        env=child_environment() | _ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+
+
 class PromptDesk:
-    """``bus``: for ``add_fd`` and ``remove_fd``. ``done(msg, outcome)`` is called once per job, but for those dropped."""
+    """``bus``: for ``add_fd`` and ``remove_fd``. ``done(msg, outcome)`` is called once per job, but for those dropped.
+
+    ``begun``: the process, where it was started before there was a desk.
+    """
 
     def __init__(
         self,
@@ -56,8 +67,10 @@ class PromptDesk:
         bus: Polls,
         log: Log,
         done: Callable[[Submit, Outcome], None],
+        begun: Process | None = None,
     ) -> None:
-        self._arguments = (str(model_dir), str(room_bytes))
+        self._begun = begun
+        self._model_dir, self._room_bytes = model_dir, room_bytes
         self._at_most = at_most
         self._bus = bus
         self._log = log
@@ -158,13 +171,8 @@ class PromptDesk:
             raise ColibriError(
                 f"The prompt process ended {MAX_STARTS} times in a row while it loaded; the router's log has its words."
             )
-        self._process = subprocess.Popen(
-            python_command("services.router.prompt_worker", *self._arguments),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=child_environment() | _ENVIRONMENT,
-            bufsize=0,
-        )
+        self._process = self._begun or start_prompt_process(self._model_dir, self._room_bytes)
+        self._begun = None
         assert self._process.stdin and self._process.stdout
         self._fd = self._process.stdout.fileno()
         os.set_blocking(self._fd, False)

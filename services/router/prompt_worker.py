@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+from native.process import return_memory_soon
 from services.router.prompt_frames import ANSWER, DAMAGE, IDS, JOB, LOADED, REFUSAL, TEXT
 from services.router.tokenizer import ModelTokenizer
 from shared.errors import ContainerError, Refused
@@ -45,6 +46,9 @@ _TOO_LARGE: Final = json.dumps(
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # of the whole group: the router says when this process ends
         signal.signal(number, signal.SIG_IGN)
+    return_memory_soon(
+        n_arenas=2, trim_bytes=1 << 20, mmap_bytes=1 << 18
+    )  # what a long text took goes back to the system
     model_dir, room_bytes = Path(sys.argv[1]), int(sys.argv[2])
     answer = _Answers()
     try:

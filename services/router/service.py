@@ -6,6 +6,7 @@ is served. Here are gates, sampling, frames and sockets. Does not know how layer
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -35,14 +36,14 @@ from services.router.gates import GateSet
 from services.router.group import RingView
 from services.router.intake import Intake
 from services.router.pieces import has_tokenizer, read_pieces
-from services.router.prompt_desk import Outcome, PromptDesk
+from services.router.prompt_desk import Outcome, PromptDesk, start_prompt_process
 from services.router.recording import LogitRecorder, RoutingRecorder, draft_notes, span_notes, trace_header
 from services.router.sampler import choose_token
 from services.router.scheduler import MainPlan, Scheduler
 from services.router.sequences import Fault, Sequence
 from services.router.text_stream import PieceOf
 from shared.container.reader import Container
-from shared.errors import ErrorCode, Refused, unknown_message
+from shared.errors import ContainerError, ErrorCode, Refused, unknown_message
 from shared.memory.big_memory import Home
 from shared.memory.prompt_room import prompt_room_bytes
 from shared.memory.segments import TRACE
@@ -52,6 +53,8 @@ from shared.messages.drafter import DraftWanted
 from shared.messages.expert_io import NEXT_LAYER, OWN_INPUT, ExpertsWanted, PilotHint
 from shared.messages.layer import HiddenReady, LayerFailed
 from shared.messages.router import Abort, DraftReady, InputReady, LogitsReady, Submit
+from shared.run.config import GroupConfig
+from shared.run.forks import Process
 from shared.run.service import Service, ServiceContext
 from shared.step.stages import Stage, StepKind, TraceRing
 from shared.step.workplace import Workplace
@@ -70,6 +73,13 @@ class RouterService(Service):
     def __init__(self) -> None:
         self._tell_load: Callable[[], None] = lambda: None
         """Tells the gateway how many requests there are, when that has changed."""
+        self._prompts: Process | None = None
+
+    def prepare(self, config: GroupConfig) -> None:
+        model_dir = Path(config.model_dir)
+        with contextlib.suppress(ContainerError, OSError):  # ``load`` will meet it again, and say so
+            if has_tokenizer(model_dir):  # its process loads while we do
+                self._prompts = start_prompt_process(model_dir, prompt_room_bytes(config.max_context))
 
     def attach(self, ctx: ServiceContext[ControlBus]) -> None:
         self._control = ControlPlane(ctx, self)
@@ -87,10 +97,10 @@ class RouterService(Service):
         self._pool, self._counters, self._timer = place.pool, place.counters, place.timer
         self._desk: PromptDesk | None = None
         piece_of: PieceOf | None = None
-        if has_tokenizer(model_dir):  # its process loads while we do
-            room = prompt_room_bytes(config.max_context)
+        if has_tokenizer(model_dir):
+            room, at_most = prompt_room_bytes(config.max_context), config.max_context - 1
             self._desk = place.keep(
-                PromptDesk(model_dir, room, config.max_context - 1, ctx.bus, ctx.log, self._on_prompt)
+                PromptDesk(model_dir, room, at_most, ctx.bus, ctx.log, self._on_prompt, self._prompts)
             )
             piece_of = read_pieces(model_dir).of
         self._intake = Intake(spec, piece_of, config.max_context)

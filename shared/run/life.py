@@ -66,6 +66,8 @@ class Life:
         self.ctx.control.send(control.Ready(self.service.name, self.ctx.incarnation, os.getpid(), self._facts))
 
     def on_control(self) -> None:
+        """There is news on the control socket: messages, or a router that has appeared."""
+        self.look_for_router()
         for msg in self.ctx.control.receive_all():
             self._hear(msg)
 

@@ -74,6 +74,7 @@ async def _live(service: BaseService, pump: Pump, argv: list[str] | None) -> int
     raise_descriptor_limit()
     try:
         config = _parse(service.name, argv)
+        service.prepare(config)
         run_dir = Path(config.run_dir)
         incarnation = next_incarnation(run_dir, service.name)
         log = Log(service.name, incarnation)
@@ -226,15 +227,24 @@ class _LoopPump:
 
         self._loop = loop = asyncio.get_running_loop()
         self._control_fd = life.ctx.control.fd
-        loop.add_signal_handler(signal.SIGTERM, life.leave, "SIGTERM", self._service.term_grace_s)
-        loop.add_reader(self._control_fd, life.on_control)
+        self._has_news = asyncio.Event()
+        loop.add_signal_handler(signal.SIGTERM, self._leave, life, "SIGTERM")
+        loop.add_reader(self._control_fd, self._on_control, life)
         if _is_held_by_parent(0):
             loop.add_reader(0, self._read_parent, life)
 
     def _read_parent(self, life: Life) -> None:
         if not os.read(0, 4096):
             self._loop.remove_reader(0)
-            life.leave("the supervisor is gone", self._service.term_grace_s)
+            self._leave(life, "the supervisor is gone")
+
+    def _leave(self, life: Life, reason: str) -> None:
+        life.leave(reason, self._service.term_grace_s)
+        self._has_news.set()
+
+    def _on_control(self, life: Life) -> None:
+        life.on_control()
+        self._has_news.set()
 
     async def load(self, life: Life) -> dict[str, str]:
         life.hello()
@@ -262,7 +272,7 @@ class _LoopPump:
             self._service.handle(received.msg, received.sender, received.incarnation)
 
     async def _look_after(self, life: Life, tick_s: float) -> None:
-        from asyncio import sleep
+        import asyncio
 
         next_tick = 0.0
         while True:
@@ -275,7 +285,9 @@ class _LoopPump:
                 life.end_drain()
                 if life.is_over:
                     return
-            await sleep(0.02 if life.is_ending else min(0.1, tick_s))
+            self._has_news.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_news.wait(), 0.02 if life.is_ending else min(0.1, tick_s))
 
     async def close(self) -> None:
         import asyncio

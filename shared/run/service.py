@@ -75,6 +75,9 @@ class BaseService:
     term_grace_s: ClassVar[float] = 0.0
     """After SIGTERM without a drain before it: how long work may go on before ``cut``."""
 
+    def prepare(self, config: GroupConfig) -> None:
+        """First of all, before there is a socket or a thread: the time to fork a process of one's own. Raises ColibriError."""
+
     def tick(self) -> None:
         """At least every quarter of a heartbeat, unless another call lasts longer."""
 

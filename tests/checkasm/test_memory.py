@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from native.library import NativeError
-from native.memory import HugeBuffer, MappedFile, die_with_parent
+from native.memory import HugeBuffer, MappedFile
+from native.process import die_with_parent
 
 HUGE = 2 << 20
 
@@ -61,7 +62,7 @@ def test_impossible_sizes_are_refused(n_bytes: int) -> None:
 def test_a_child_ends_with_its_parent() -> None:
     child = (
         "import os, signal, sys, time\n"
-        "from native.memory import die_with_parent\n"
+        "from native.process import die_with_parent\n"
         "die_with_parent(signal.SIGKILL)\n"
         "print(os.getpid(), flush=True)\n"
         "time.sleep(60)\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cli.main import COMMANDS
-from deploy.forking import SHARED_MODULES
+from deploy.loading import COMMON_MODULES, SINGLE_MODULES
 from shared.model import family
 
 ROOT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def test_files_are_replaced_in_one_place() -> None:
 
 
 LATE = {
-    "deploy/forking.py": {module for module in SHARED_MODULES if module.partition(".")[0] in PACKAGES},
+    "deploy/loading.py": {m for m in (*COMMON_MODULES, *SINGLE_MODULES) if m.partition(".")[0] in PACKAGES},
     "cli/main.py": {target.partition(":")[0] for target, _ in COMMANDS.values()},
     "shared/model/family.py": {f"shared.model.families.{name}" for name in family.names()},
 }
