@@ -19,11 +19,14 @@ F32_BYTES = 4
 MATRICES = (
     ("q4", ACT_Q8, "int4"),
     ("q8", ACT_Q8, "int8"),
+    ("mxfp4", ACT_Q8, "int4"),
+    ("q4g32", ACT_Q8, "int4"),
+    ("q8g32", ACT_Q8, "int8"),
     ("q8", ACT_F32, "f32"),
     ("bf16", ACT_F32, "f32"),
     ("f32", ACT_F32, "f32"),
 )
-"""(weights, activations, kind of arithmetic) of every product there is a kernel for."""
+"""(weights, activations, kind of arithmetic) of the products that are measured."""
 
 
 def _rows(n_rows: int, width: int) -> np.ndarray:

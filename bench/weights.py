@@ -8,6 +8,7 @@ import numpy as np
 
 from native.matrix import Matrix, matrix, scale_bytes, weight_bytes
 from native.memory import HugeBuffer
+from shared.container.pack import SCALED
 
 ALIGN = 64
 _PLAIN = {"f32": (np.float32, 0.02), "bf16": (np.uint16, 0x3CA4)}
@@ -48,7 +49,7 @@ class Weights:
             weight.view(dtype)[:] = value
             return matrix(weight, None, fmt, out, in_, act)
         scale = self.take(scale_bytes(fmt, out, in_) * stack)
-        scale.view(np.float16 if fmt == "q4" else np.float32)[:] = 0.002
+        scale.view(SCALED[fmt].scale)[:] = 118 if fmt == "mxfp4" else 0.002
         return matrix(weight, scale, fmt, out, in_, act)
 
 

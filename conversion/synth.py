@@ -20,12 +20,17 @@ from conversion.convert import VERSION, Ahead, expert_record, pack_chunks, table
 from conversion.writer import ContainerWriter
 from native.matrix import GROUP, TILE_ROWS, scale_bytes, weight_bytes
 from shared.container.format import PRECISIONS, Converter, DenseItem, ExpertFilePlan, Index, plan_container
-from shared.container.pack import F32, U8
+from shared.container.pack import E2M1_TWICE, F32, SCALED, U8
 from shared.errors import ConfigError
 from shared.model.family import spec_of
 
-_Q4_RMS = float(np.sqrt(np.mean(np.square(np.arange(-8, 8)))))
-_Q8_RMS = float(np.sqrt(np.mean(np.square(np.arange(-127, 128)))))
+
+def _rms(steps: npt.ArrayLike) -> float:
+    return float(np.sqrt(np.mean(np.square(steps, dtype=np.float64))))
+
+
+_RMS = {4: _rms(range(-8, 8)), 8: _rms(range(-127, 128))}
+"""Of the integers of so many bits."""
 
 
 _Q8_STEPS = np.where(np.arange(256) == 0, 128, np.arange(256)).astype(np.uint8)
@@ -118,14 +123,18 @@ def _normal(rng: np.random.Generator, shape: tuple[int, int], gain: float) -> F3
 
 def _random_quants(rng: np.random.Generator, fmt: str, n_bytes: int) -> U8:
     raw = rng.integers(0, 1 << 64, n_bytes // 8, np.uint64).view(np.uint8)
-    return raw if fmt == "q4" else _Q8_STEPS[raw]
+    return raw if SCALED[fmt].bits == 4 else _Q8_STEPS[raw]
 
 
 def _random_scales(rng: np.random.Generator, fmt: str, n_bytes: int, in_: int, gain: float) -> npt.NDArray[Any]:
-    dtype = np.dtype(np.float16 if fmt == "q4" else np.float32)
-    middle = gain / np.sqrt(in_) / (_Q4_RMS if fmt == "q4" else _Q8_RMS)
-    scales: npt.NDArray[Any] = middle * rng.uniform(0.8, 1.2, n_bytes // dtype.itemsize)
-    if fmt == "q4":
+    kind, deviation = SCALED[fmt], gain / np.sqrt(in_)
+    dtype = np.dtype(kind.scale)
+    if fmt == "mxfp4":  # powers of two around the scale wanted
+        middle = np.log2(deviation / _rms(E2M1_TWICE / 2)) + 127
+        exponents: U8 = np.rint(middle + rng.uniform(-0.5, 0.5, n_bytes)).astype(np.uint8)
+        return exponents
+    scales: npt.NDArray[Any] = deviation / _RMS[kind.bits] * rng.uniform(0.8, 1.2, n_bytes // dtype.itemsize)
+    if kind.bits == 4:
         # As the converter's are. It also gives zero mean to steps that reach from -8 to 7.
         scales *= rng.choice([-1.0, 1.0], scales.size)
     return scales.astype(dtype)

@@ -112,7 +112,7 @@ def matrix(
 ) -> Matrix:
     """A matrix [out, in] over packed bytes. `weight` and `scale` are arrays (kept alive) or addresses, 64-byte aligned.
 
-    `act` says how activations enter; by default ACT_Q8 for q8 and q4, ACT_F32 otherwise.
+    `act` says how activations enter; by default ACT_Q8 where weights have scales, ACT_F32 otherwise.
     """
     code = format_code(fmt)
     shape = f"{next(name for name, c in FORMATS.items() if c == code)}[{out}, {in_}]"
@@ -120,7 +120,7 @@ def matrix(
     if act is None:
         act = ACT_Q8 if quantised else ACT_F32
     if act == ACT_Q8 and not quantised:
-        raise NativeError(f"{shape}: int8 activations need q8 or q4 weights")
+        raise NativeError(f"{shape}: int8 activations need weights with scales")
     weights = _section(weight, weight_bytes(code, out, in_), "weights", shape)
     scales = _section(scale, scale_bytes(code, out, in_), "scales", shape) if quantised else None
     made = Matrix(weights, scales, out, in_, code, act)

@@ -21,7 +21,7 @@ extern "C" {
 
 #define CB_API __attribute__((visibility("default")))
 #define CB_ABI_VERSION 1
-#define CB_GROUP 64        /* inputs that share one scale and one int8 activation scale */
+#define CB_GROUP 64        /* inputs that share one int8 activation scale; weights have one scale for them, or one for each half */
 #define CB_TILE_ROWS 16    /* output rows interleaved in one tile */
 #define CB_KV_BLOCK 64     /* positions in one KV block, and in one block of the attention sum */
 
@@ -93,12 +93,16 @@ CB_API void cb_pool_free(cb_pool *pool);
  *   CB_Q8            [nb][ng][16 kq][16 rows][4] u8 = q + 128, input 64g + 4kq + j; scale f32 [nb*16], one per row
  *   CB_Q4            [nb][ng][ 8 kq][16 rows][4] u8, low nibble = q + 8 of input 64g + 4kq + j, high nibble = q + 8
  *                    of input 64g + 32 + 4kq + j; scale f16 [nb][ng][16], of either sign
- * nb = ceil(out/16), ng = ceil(in/64). Padding rows and inputs hold q = 0 (stored 128 / 8) and scale 0, or 0.0f.
+ *   CB_Q8G32         weights as CB_Q8; scale f16 [nb][ng][2 halves][16], of either sign: one per row and 32 inputs
+ *   CB_Q4G32         weights as CB_Q4, whose nibbles are the halves; scale as CB_Q8G32
+ *   CB_MXFP4         as CB_Q4G32, but a nibble is an E2M1 code (sign, 2 bits of exponent, 1 of mantissa; 0 .5 1 1.5 2 3 4 6) and a
+ *                    scale E8M0, u8 [nb][ng][2][16] = 2^(e - 127). 255, its NaN, reads as infinity.
+ * nb = ceil(out/16), ng = ceil(in/64). Padding rows and inputs hold q = 0 (stored 128 / 8 / 0) and scale 0, or 0.0f.
  * Stacked matrices (one per head) lie one after another: matrix i starts i*cb_matrix_bytes(...) bytes on; the same
  * holds for their scales.
- * act says how activations enter: CB_ACT_Q8 (int8 per row and group of 64 inputs; only with CB_Q8 / CB_Q4) or
+ * act says how activations enter: CB_ACT_Q8 (int8 per row and group of 64 inputs; only with formats that have scales) or
  * CB_ACT_F32. */
-enum { CB_NONE = 0, CB_F32 = 1, CB_BF16 = 2, CB_Q8 = 3, CB_Q4 = 4, CB_N_FORMATS };
+enum { CB_NONE = 0, CB_F32 = 1, CB_BF16 = 2, CB_Q8 = 3, CB_Q4 = 4, CB_Q8G32 = 5, CB_Q4G32 = 6, CB_MXFP4 = 7, CB_N_FORMATS };
 enum { CB_ACT_F32 = 0, CB_ACT_Q8 = 1 };
 
 typedef struct {

@@ -130,7 +130,8 @@ cb_int8_keys cb_int8_room(int64_t width, void *room);
 /* Queries in floats f32[lanes * CB_INT8_QUERY_FLOATS(ng)]. */
 #define CB_INT8_QUERY_FLOATS(ng) ((ng) * (CB_GROUP / 4 + 2))
 cb_int8_query cb_int8_query_in(float *floats, int64_t lanes, int64_t ng);
-/* Head j of them from x f32[n]; NULL: zeros. work: f32[ng * 18]. */
+/* Head j of them from x f32[n]; NULL: zeros. work: f32[CB_INT8_WORK_FLOATS(ng)]. */
+#define CB_INT8_WORK_FLOATS(ng) ((ng) * (CB_GROUP / 4 + 3))
 void cb_int8_set_query(const cb_int8_query *q, int64_t j, const float *x, int64_t n, float *work);
 
 void cb_int8_store_row(void *cache, int64_t width, int64_t block, int64_t offset, const float *src);

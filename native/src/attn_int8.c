@@ -72,17 +72,17 @@ void cb_int8_set_query(const cb_int8_query *q, int64_t j, const float *x, int64_
     int64_t ng = cb_groups(n);
     float *scale = work;
     int32_t *sum = (int32_t *)(work + ng);
-    int8_t *quads = (int8_t *)(work + 2 * ng);
+    int8_t *quads = (int8_t *)(work + 3 * ng);
     if (x)
         cb_kernels.quantise(x, n, quads, scale, sum);
     else
-        memset(work, 0, (size_t)(ng * (2 * 4 + CB_GROUP)));
+        memset(work, 0, (size_t)(ng * (3 * 4 + CB_GROUP)));
     for (int64_t g = 0; g < ng; g++) {
         int64_t at = (j / CB_LANES * ng + g) * CB_LANES;
         int8_t *to = q->q + at * CB_GROUP + j % CB_LANES * 4;
         for (int64_t k = 0; k < CB_GROUP / 4; k++)
             memcpy(to + k * CB_LANES * 4, quads + g * CB_GROUP + k * 4, 4);
         q->scale[at + j % CB_LANES] = scale[g];
-        q->shift[at + j % CB_LANES] = 128 * sum[g];
+        q->shift[at + j % CB_LANES] = 128 * (sum[2 * g] + sum[2 * g + 1]);
     }
 }

@@ -62,7 +62,7 @@ static int64_t lay_out_room(const cb_attn_call *c, int64_t lanes, int64_t rows, 
     at += is_int8(c) ? cb_groups(rank) * CB_GROUP * CB_KV_BLOCK / 2 : 0;
     r->query = base + at;
     r->work = base + at + depth;
-    at += is_int8(c) ? depth + CB_INT8_QUERY_FLOATS(ng) : 0;
+    at += is_int8(c) ? depth + CB_INT8_WORK_FLOATS(ng) : 0;
     r->scores = base + at;
     at += CB_KV_BLOCK * lanes;
     r->f = base + at;

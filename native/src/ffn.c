@@ -57,7 +57,7 @@ static cb_rows input_rows(const wave *w, const segment *s)
     if (rows.q) {
         rows.q += s->first * ng * 64;
         rows.scale += s->first * ng;
-        rows.sum += s->first * ng;
+        rows.sum += s->first * ng * 2;
     }
     return rows;
 }
@@ -86,7 +86,7 @@ static void quantise_inner(void *v, int64_t begin, int64_t end, int thread)
     wave *w = v;
     int64_t ng = cb_groups(w->inner);
     for (int64_t r = begin; r < end; r++)
-        cb_kernels.quantise(w->gate + r * w->inner, w->inner, w->q + r * ng * 64, w->scale + r * ng, w->sum + r * ng);
+        cb_kernels.quantise(w->gate + r * w->inner, w->inner, w->q + r * ng * 64, w->scale + r * ng, w->sum + r * ng * 2);
 }
 
 static void down(void *v, int64_t begin, int64_t end, int thread)
@@ -102,7 +102,7 @@ static void down(void *v, int64_t begin, int64_t end, int thread)
         if (m->act == CB_ACT_Q8) {
             rows.q = w->q + s->buffer * ng * 64;
             rows.scale = w->scale + s->buffer * ng;
-            rows.sum = w->sum + s->buffer * ng;
+            rows.sum = w->sum + s->buffer * ng * 2;
         }
         float *y = w->y;
         if (w->all_rows)
@@ -162,7 +162,7 @@ static void quantise_used(void *v, int64_t begin, int64_t end, int thread)
     for (int64_t i = begin; i < end; i++) {
         int64_t r = a->used ? a->used[i] : i;
         cb_kernels.quantise(a->x + r * a->n, a->n, (int8_t *)a->rows->q + r * a->ng * 64,
-                            (float *)a->rows->scale + r * a->ng, (int32_t *)a->rows->sum + r * a->ng);
+                            (float *)a->rows->scale + r * a->ng, (int32_t *)a->rows->sum + r * a->ng * 2);
     }
 }
 
@@ -181,7 +181,7 @@ static int prepare_h(cb_pool *pool, const cb_expert_job *jobs, int64_t n_jobs, b
     int64_t ng = cb_groups(hidden), n_used = 0;
     rows->q = cb_scratch(pool, n_h * ng * 64);
     rows->scale = cb_scratch(pool, n_h * ng * 4);
-    rows->sum = cb_scratch(pool, n_h * ng * 4);
+    rows->sum = cb_scratch(pool, n_h * ng * 2 * 4);
     uint8_t *marked = cb_scratch(pool, n_h);
     int32_t *used = cb_scratch(pool, n_h * 4);
     if (!rows->q || !rows->scale || !rows->sum || !marked || !used)
@@ -237,7 +237,7 @@ static int run(cb_pool *pool, const cb_expert_job *jobs, int64_t n_jobs, bool al
     if (requantise) {
         w.q = cb_scratch(pool, buffer_rows * ng * 64);
         w.scale = cb_scratch(pool, buffer_rows * ng * 4);
-        w.sum = cb_scratch(pool, buffer_rows * ng * 4);
+        w.sum = cb_scratch(pool, buffer_rows * ng * 2 * 4);
     }
     if (!items || !w.gate || !w.up || (requantise && (!w.q || !w.scale || !w.sum)))
         return CB_ENOMEM;

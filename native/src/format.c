@@ -1,12 +1,17 @@
 /* format.c: the weight formats. A new one is a line here and an entry of `linear` on each rung that offers it. */
-#include "internal.h"
+#include "formats.h"
 
 const cb_format cb_formats[CB_N_FORMATS] = {
-    [CB_F32] = {"f32", 32, 0, 0},
-    [CB_BF16] = {"bf16", 16, 0, 0},
-    [CB_Q8] = {"q8", 8, 4, 0},
-    [CB_Q4] = {"q4", 4, 0, 2},
+    [CB_F32] = {"f32", 32, 0, 0, CB_GROUP},
+    [CB_BF16] = {"bf16", 16, 0, 0, CB_GROUP},
+    [CB_Q8] = {"q8", 8, 4, 0, CB_GROUP},
+    [CB_Q4] = {"q4", 4, 0, 2, CB_GROUP},
+    [CB_Q8G32] = {"q8g32", 8, 0, 2, CB_GROUP / 2},
+    [CB_Q4G32] = {"q4g32", 4, 0, 2, CB_GROUP / 2},
+    [CB_MXFP4] = {"mxfp4", 4, 0, 1, CB_GROUP / 2},
 };
+
+const int8_t cb_fp4_twice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 static const cb_format *find(int format)
 {
@@ -33,5 +38,5 @@ int64_t cb_scale_bytes(int format, int64_t out, int64_t in)
     const cb_format *f = find(format);
     if (!f || out <= 0 || in <= 0 || out > INT32_MAX || in > INT32_MAX)
         return CB_EINVAL;
-    return cb_blocks(out) * CB_TILE_ROWS * (f->row_scale_bytes + cb_groups(in) * f->group_scale_bytes);
+    return cb_blocks(out) * CB_TILE_ROWS * (f->row_scale_bytes + cb_groups(in) * (CB_GROUP / f->group) * f->group_scale_bytes);
 }

@@ -64,7 +64,7 @@ static int64_t key_floats(const cb_attn_layer *y)
 static int64_t room_floats(const cb_attn_call *c)
 {
     const cb_attn_layer *y = c->layer;
-    int64_t lanes = cb_lanes(y->index_heads), work = CB_INT8_QUERY_FLOATS(cb_groups(y->index_dim));
+    int64_t lanes = cb_lanes(y->index_heads), work = CB_INT8_WORK_FLOATS(cb_groups(y->index_dim));
     int64_t floats = key_floats(y) + CB_KV_BLOCK * lanes + GROUP_ROWS * (query_floats(c) + lanes) + work;
     return CB_CEIL(floats, 16) * 16;
 }

@@ -43,7 +43,7 @@ void cb_pool_release(cb_pool *pool);
 
 /* Activations of one call. Row r reads source row in_index[r] and writes y row out_index[r] (NULL: r itself).
  *   CB_ACT_F32: x, ldx
- *   CB_ACT_Q8:  q int8 [.][ng * 64] padded with 0, scale f32 [.][ng], sum i32 [.][ng] (sum of q over the group) */
+ *   CB_ACT_Q8:  q int8 [.][ng * 64] padded with 0, scale f32 [.][ng], sum i32 [.][ng][2] (of q over each half of the group) */
 typedef struct {
     const float *x;
     int64_t ldx;
@@ -59,7 +59,7 @@ typedef struct {
 typedef void (*cb_linear_fn)(const cb_matrix *m, const cb_rows *rows, int64_t b0, int64_t b1, float *y, int64_t ldy,
                              bool add);
 
-/* One row of n values: q int8 [ng * 64], scale f32 [ng], sum i32 [ng]. */
+/* One row of n values: q int8 [ng * 64], scale f32 [ng], sum i32 [ng][2]. */
 typedef void (*cb_quantise_fn)(const float *x, int64_t n, int8_t *q, float *scale, int32_t *sum);
 
 /* What a format is, one line each in format.c. Packed values come in tiles of CB_TILE_ROWS rows; formats with scales pad
@@ -69,6 +69,7 @@ typedef struct {
     int bits;                /* of a value */
     int row_scale_bytes;     /* one scale per row */
     int group_scale_bytes;   /* one per row and group */
+    int group;               /* inputs of one sum, and of one scale of a group: CB_GROUP or half of it */
 } cb_format;
 extern const cb_format cb_formats[CB_N_FORMATS]; /* entry 0, CB_NONE, has no name */
 static inline bool cb_has_scales(int format)

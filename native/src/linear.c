@@ -33,7 +33,7 @@ static void quantise_rows(void *v, int64_t begin, int64_t end, int thread)
     (void)thread;
     quantise_arg *a = v;
     for (int64_t r = begin; r < end; r++)
-        cb_kernels.quantise(a->x + r * a->ldx, a->n, a->q + r * a->ng * 64, a->scale + r * a->ng, a->sum + r * a->ng);
+        cb_kernels.quantise(a->x + r * a->ldx, a->n, a->q + r * a->ng * 64, a->scale + r * a->ng, a->sum + r * a->ng * 2);
 }
 
 int cb_rows_prepare(cb_pool *pool, int act, const float *x, int64_t ldx, int64_t n_rows, int64_t n, cb_rows *rows)
@@ -44,7 +44,7 @@ int cb_rows_prepare(cb_pool *pool, int act, const float *x, int64_t ldx, int64_t
     int64_t ng = cb_groups(n);
     int8_t *q = cb_scratch(pool, n_rows * ng * 64);
     float *scale = cb_scratch(pool, n_rows * ng * 4);
-    int32_t *sum = cb_scratch(pool, n_rows * ng * 4);
+    int32_t *sum = cb_scratch(pool, n_rows * ng * 2 * 4);
     if (!q || !scale || !sum)
         return CB_ENOMEM;
     quantise_arg a = {x, ldx, n, ng, q, scale, sum};

@@ -35,6 +35,7 @@ def _formats(matrices: str, tables: str) -> dict[str, str]:
 
 PRECISIONS: Mapping[str, Mapping[str, str]] = {
     "int4": _formats("q4", "q8"),
+    "mxfp4": {**_formats("q8", "q8"), "expert": "mxfp4"},
     "int8": _formats("q8", "q8"),
     "bf16": _formats("bf16", "bf16"),
     "f32": _formats("f32", "f32"),

@@ -6,6 +6,7 @@ from native.library import Pool
 from native.memory import HugeBuffer
 from native.probe import ops_rate, read_rate
 from shared.container.format import Facts
+from shared.container.pack import SCALED
 from shared.container.reader import Container
 from shared.planning.ledger import DEFAULT_CHUNK
 from shared.planning.speed import covering_chunk
@@ -13,7 +14,7 @@ from shared.planning.speed import covering_chunk
 MEMORY_BYTES = 256 << 20
 ROUNDS = 3
 ITEMS_PER_THREAD = 25
-KIND_OF = {"q4": "int4", "q8": "int8"}
+KIND_OF = {fmt: f"int{kind.bits}" for fmt, kind in SCALED.items()}
 """Format of the weights -> arithmetic of ``native.probe``; floats use f32."""
 
 

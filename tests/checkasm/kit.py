@@ -30,7 +30,11 @@ EMULATED_HERE = tuple(isa for isa in EMULATED if IS_FULL or isa not in available
 """In a full run those that this processor has as well."""
 RUNGS = [*(isa for isa in available_isas() if isa != "ref"), *(f"emulated-{isa}" for isa in EMULATED_HERE)]
 PAGE = mmap.PAGESIZE
-FORMAT_ACTS = [("f32", ACT_F32), ("bf16", ACT_F32), ("q8", ACT_F32), ("q4", ACT_F32), ("q8", ACT_Q8), ("q4", ACT_Q8)]
+SCALED = ("q8", "q4", "q8g32", "q4g32", "mxfp4")
+HALVES = ("q8g32", "q4g32", "mxfp4")
+"""Formats with scales, and those with one for each half of a group."""
+FORMAT_ACTS = [(fmt, ACT_F32) for fmt in ("f32", "bf16", *SCALED)] + [(fmt, ACT_Q8) for fmt in SCALED]
+E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 F32_EPS = 2.0**-24  # half a unit in the last place, relative
 
 
@@ -192,27 +196,36 @@ class Packed:
         elif self.fmt == "bf16":
             bits = self.weight.view(np.uint16).astype(np.uint32) << 16
             tiles = bits.view(np.float32).reshape(nb, self.in_, 16).transpose(0, 2, 1).astype(np.float64)
-        elif self.fmt == "q8":
+        elif self.fmt in ("q8", "q8g32"):
             quads = self.weight.reshape(nb, ng, 16, 16, 4).astype(np.int64) - 128
             tiles = quads.transpose(0, 3, 1, 2, 4).reshape(nb, 16, ng * 64)
         else:
             quads = self.weight.reshape(nb, ng, 8, 16, 4).transpose(0, 3, 1, 2, 4).reshape(nb, 16, ng, 32)
-            tiles = np.concatenate([quads & 15, quads >> 4], axis=3).astype(np.int64).reshape(nb, 16, ng * 64) - 8
+            tiles = np.concatenate([quads & 15, quads >> 4], axis=3).astype(np.int64).reshape(nb, 16, ng * 64)
+            tiles = np.array([*E2M1, *(-v for v in E2M1)])[tiles] if self.fmt == "mxfp4" else tiles - 8
         return tiles.reshape(nb * 16, -1)[: self.out, : self.in_].astype(np.float64)
 
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale; of a row scale, those that are summed together."""
+        return 32 if self.fmt in HALVES else 64
+
     def scales(self) -> np.ndarray:
-        """[out, ng] f64 (row scales repeated; ones where the format has none)."""
-        nb, ng = -(-self.out // 16), -(-self.in_ // 64)
+        """[out, groups] f64 (row scales repeated; ones where the format has none)."""
+        nb, n = -(-self.out // 16), -(-self.in_ // 64) * (64 // self.group)
         if self.scale is None:
-            return np.ones((self.out, ng))
+            return np.ones((self.out, n))
         if self.fmt == "q8":
-            return np.repeat(self.scale.view(np.float32).astype(np.float64)[: self.out, None], ng, axis=1)
-        halves = self.scale.view(np.float16).reshape(nb, ng, 16).transpose(0, 2, 1).reshape(nb * 16, ng)
-        return halves[: self.out].astype(np.float64)
+            return np.repeat(self.scale.view(np.float32).astype(np.float64)[: self.out, None], n, axis=1)
+        if self.fmt == "mxfp4":
+            values = np.exp2(self.scale.astype(np.float64) - 127)
+        else:
+            values = self.scale.view(np.float16).astype(np.float64)
+        return values.reshape(nb, n, 16).transpose(0, 2, 1).reshape(nb * 16, n)[: self.out]
 
     def dense(self) -> np.ndarray:
         """[out, in] f64: what the matrix means."""
-        return self.codes() * np.repeat(self.scales(), 64, axis=1)[:, : self.in_]
+        return self.codes() * np.repeat(self.scales(), self.group, axis=1)[:, : self.in_]
 
 
 def random_matrix(rng: np.random.Generator, fmt: str, act: int, out: int, in_: int, fill: int | None = None) -> Packed:
@@ -228,6 +241,8 @@ def random_matrix(rng: np.random.Generator, fmt: str, act: int, out: int, in_: i
         scale = guarded(scale_bytes(fmt, out, in_), 64)
         if fmt == "q8":
             scale.view(np.float32)[:] = rng.uniform(0.01, 2, scale.size // 4)
+        elif fmt == "mxfp4":
+            scale[:] = rng.integers(118, 129, scale.size)  # 2^-9 .. 2
         else:
             n = scale.size // 2
             scale.view(np.float16)[:] = rng.uniform(0.01, 2, n) * rng.choice([-1, 1], n)

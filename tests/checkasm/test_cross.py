@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from native.library import available_isas, find_library
-from tests.checkasm.kit import ROOT
+from tests.checkasm.kit import ROOT, SCALED
 from tests.support.sweeps import IS_FULL
 
 DRIVER = Path(__file__).resolve().parent / "cross" / "driver.c"
@@ -105,7 +105,8 @@ def test_wrong_weights_are_noticed(here: Path) -> None:
         pytest.skip("this machine offers no rung above the reference")
     wrong = run(here, "disturbed")
     assert wrong.status == 1
-    for kind in ("f32-f32", "bf16-f32", "q8-f32", "q4-f32", "q8-q8", "q4-q8"):
+    scaled = [f"{fmt}-{act}" for fmt in SCALED for act in ("f32", "q8")]
+    for kind in ("f32-f32", "bf16-f32", *scaled):
         assert f"FAIL {available_isas()[1]} {kind}" in wrong.text
 
 

@@ -62,8 +62,10 @@ def shrink(packed: Packed) -> None:
         packed.weight.view(np.uint16)[:] = (wide.view(np.float32) * size).view(np.uint32) >> 16
     elif packed.fmt == "q8" and packed.scale is not None:
         packed.scale.view(np.float32)[:] *= size / 64
+    elif packed.fmt == "mxfp4" and packed.scale is not None:
+        packed.scale[:] -= np.uint8(np.rint(np.log2(4 / size)))
     elif packed.scale is not None:
-        packed.scale.view(np.float16)[:] *= np.float16(size / 4)
+        packed.scale.view(np.float16)[:] *= np.float16(size / (64 if packed.fmt == "q8g32" else 4))
 
 
 def exp(x: np.ndarray) -> np.ndarray:

@@ -18,7 +18,9 @@ from native.matrix import ACT_F32, ACT_Q8, absent_matrix, matrix, scale_bytes, w
 from tests.checkasm.kit import (
     F32_EPS,
     FORMAT_ACTS,
+    HALVES,
     RUNGS,
+    SCALED,
     Output,
     Packed,
     Rung,
@@ -79,9 +81,9 @@ def test_bits_equal_reference_at_extremes(rung: Rung, ref: Rung, fmt: str, act: 
         "mixed magnitudes": rng.standard_normal((rows, in_)) * np.exp2(rng.integers(-60, 60, (rows, in_))),
         "ties": rng.integers(-254, 255, (rows, in_)) / 2.0,
     }
-    fills: list[int | None] = [None, 0x00, 0xFF, 0x0F, 0xF0, 0x80, 0x7F] if fmt.startswith("q") else [None]
+    fills: list[int | None] = [None, 0x00, 0xFF, 0x0F, 0xF0, 0x80, 0x7F] if fmt in SCALED else [None]
     for fill in fills:
-        for zero_scale in (False, True) if fmt.startswith("q") else (False,):
+        for zero_scale in (False, True) if fmt in SCALED else (False,):
             packed = random_matrix(rng, fmt, act, out, in_, fill)
             if zero_scale and packed.scale is not None:
                 packed.scale[: packed.scale.size // 2] = 0
@@ -117,7 +119,7 @@ def test_wrong_weight_is_noticed(rung: Rung, ref: Rung, fmt: str, act: int) -> N
         packed.weight.view(np.float32).reshape(2, 192, 16)[0, 100, 5] *= np.float32(1.01)
     elif fmt == "bf16":
         packed.weight.view(np.uint16).reshape(2, 192, 16)[0, 100, 5] ^= 2  # 0.8 to 1.6 %
-    elif fmt == "q8":
+    elif fmt in ("q8", "q8g32"):
         packed.weight.reshape(2, 3, 16, 16, 4)[0, 1, 9, 5, 0] ^= 1
     else:
         packed.weight.reshape(2, 3, 8, 16, 4)[0, 1, 1, 5, 0] ^= 0x10  # input 64 + 32 + 4
@@ -150,10 +152,10 @@ def test_reference_against_float64(ref: Rung, fmt: str, act: int) -> None:
         if act == ACT_Q8:
             codes, scale = quantised(x)
             plain = codes * np.repeat(scale, 64, axis=1)[:, :in_]
-            steps = 4 + -(-in_ // 64)
+            steps = 4 + -(-in_ // packed.group)
         else:
             plain = x.astype(np.float64)
-            steps = 66 + -(-in_ // 64)
+            steps = 66 + -(-in_ // packed.group)
         dense = packed.dense()
         bound = steps * F32_EPS * (np.abs(plain) @ np.abs(dense).T) * 1.1
         error = np.abs(got - plain @ dense.T)
@@ -164,6 +166,48 @@ def test_reference_against_float64(ref: Rung, fmt: str, act: int) -> None:
             assert np.sqrt(np.mean((got - exact) ** 2)) < 0.02 * size
 
 
+@pytest.mark.parametrize("act", [ACT_F32, ACT_Q8])
+def test_every_power_of_two_of_mxfp4(rung: Rung, ref: Rung, act: int) -> None:
+    """All 256 scales in one matrix: 2^-127 and what becomes of it times a half are denormal, 255 reads as infinity."""
+    rng = np.random.default_rng(SEED + 8)
+    packed = random_matrix(rng, "mxfp4", act, 16, 32 * 16 * 2)
+    assert packed.scale is not None
+    packed.scale[:256], packed.scale[256:] = np.arange(256), 127
+    x = guarded_copy(np.exp2(rng.integers(-40, 40, (17, packed.in_))).astype(np.float32))
+    want = run_linear(ref, packed, x)
+    assert_same(run_linear(rung, packed, x), want, f"{rung} act {act}")
+    for column in (0, 1, 250, 254, 255):
+        alone = random_matrix(rng, "mxfp4", act, 16, 32, fill=0x11)
+        assert alone.scale is not None
+        alone.scale[:] = column
+        one = run_linear(rung, alone, np.ones((1, 32), np.float32))
+        assert_same(one, run_linear(ref, alone, np.ones((1, 32), np.float32)), f"{rung} scale {column}")
+        if column < 254:
+            assert np.allclose(one.astype(np.float64), 16.0 * 2.0 ** (column - 127), rtol=1e-6), (column, one[0, 0])
+        else:  # 16 * 2^127 is beyond f32 already
+            assert not np.isfinite(one).any(), (column, one[0, 0])
+
+
+@pytest.mark.parametrize("fmt", HALVES)
+def test_a_scale_belongs_to_32_inputs(rung: Rung, fmt: str) -> None:
+    """Each half of a group by itself: a scale of zero takes out its half and nothing else."""
+    rng = np.random.default_rng(SEED + 9)
+    for act in (ACT_F32, ACT_Q8):
+        packed = random_matrix(rng, fmt, act, 16, 128)
+        assert packed.scale is not None
+        x = activations(rng, 20, 128)
+        for half in range(4):
+            kept = packed.scale.copy()
+            packed.scale.reshape(4, -1)[np.arange(4) != half] = 0
+            found = run_linear(rung, packed, x)
+            codes, scale = quantised(x)
+            plain = x.astype(np.float64) if act == ACT_F32 else codes * np.repeat(scale, 64, axis=1)
+            inputs = slice(half * 32, half * 32 + 32)
+            want = plain[:, inputs] @ packed.dense()[:, inputs].T
+            assert np.allclose(found, want, rtol=1e-4, atol=1e-4 * np.abs(want).max()), (act, half)
+            packed.scale[:] = kept
+
+
 def test_bytes_of_packed_matrices() -> None:
     assert weight_bytes("f32", 17, 3) == 2 * 3 * 16 * 4
     assert weight_bytes("bf16", 17, 3) == 2 * 3 * 16 * 2
@@ -172,6 +216,10 @@ def test_bytes_of_packed_matrices() -> None:
     assert scale_bytes("f32", 17, 65) == scale_bytes("bf16", 17, 65) == 0
     assert scale_bytes("q8", 17, 65) == 2 * 16 * 4
     assert scale_bytes("q4", 17, 65) == 2 * 2 * 16 * 2
+    assert weight_bytes("q8g32", 17, 65) == weight_bytes("q8", 17, 65)
+    assert weight_bytes("mxfp4", 17, 65) == weight_bytes("q4g32", 17, 65) == weight_bytes("q4", 17, 65)
+    assert scale_bytes("q8g32", 17, 65) == scale_bytes("q4g32", 17, 65) == 2 * 2 * 2 * 16 * 2
+    assert scale_bytes("mxfp4", 17, 65) == 2 * 2 * 2 * 16
     with pytest.raises(NativeError, match="format 'q5'"):
         weight_bytes("q5", 1, 1)
     with pytest.raises(NativeError, match="sizes must be"):
@@ -189,7 +237,7 @@ def test_wrong_arguments_are_refused(ref: Rung) -> None:
         matrix(weight[:100], scale, "q4", 16, 64)
     with pytest.raises(NativeError, match="scales of q4"):
         matrix(weight, None, "q4", 16, 64)
-    with pytest.raises(NativeError, match="int8 activations need q8 or q4"):
+    with pytest.raises(NativeError, match="int8 activations need weights with scales"):
         matrix(random_matrix(rng, "f32", ACT_F32, 16, 64).weight, None, "f32", 16, 64, ACT_Q8)
     with ref.use() as pool:
         x, out = np.zeros((2, 64), np.float32), np.zeros((2, 16), np.float32)

@@ -18,8 +18,9 @@ from conversion.synth import Synthesis
 from native.matrix import ACT_F32, FORMATS, matrix, scale_bytes, weight_bytes
 from shared.container.format import PRECISIONS, expert_layout, plan_container, plan_facts
 from shared.container.pack import (
-    PACKINGS,
+    SCALED,
     from_bf16,
+    pack_codes,
     pack_matrix,
     quantise_groups,
     to_bf16,
@@ -46,7 +47,7 @@ def sample(out: int, in_: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize(("out", "in_"), SIZES)
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_every_format_of_the_library_is_packed_in_its_size(fmt: str, out: int, in_: int) -> None:
-    assert tuple(PACKINGS) == tuple(FORMATS)
+    assert set(SCALED) == {fmt for fmt in FORMATS if scale_bytes(fmt, 1, 1)}
     weight, scale = pack_matrix(sample(out, in_), fmt)
     assert weight.size == weight_bytes(fmt, out, in_)
     assert (0 if scale is None else scale.size) == scale_bytes(fmt, out, in_)
@@ -79,6 +80,55 @@ def test_every_element_lies_where_the_header_says(out: int, in_: int) -> None:
             if not r < out:
                 assert scales8[r] == 0
                 assert scales4[tile, group, row] == 0
+
+
+@pytest.mark.parametrize(("out", "in_"), SIZES)
+@pytest.mark.parametrize("fmt", ["q8g32", "q4g32", "mxfp4"])
+def test_formats_with_a_scale_per_32_inputs(fmt: str, out: int, in_: int) -> None:
+    """Codes lie where those of q8 and q4 do, scales half by half; what is packed from codes is what is packed from values."""
+    kind, n_tiles, n_groups = SCALED[fmt], -(-out // 16), -(-in_ // 64)
+    rng = np.random.default_rng(out * in_)
+    n_scales = -(-in_ // 32)
+    if fmt == "mxfp4":
+        q: np.ndarray = rng.integers(0, 16, (out, in_), np.uint8)
+        scale: np.ndarray = rng.integers(2, 253, (out, n_scales)).astype(np.uint8)
+    else:
+        q = rng.integers(-8, 8, (out, in_), np.int8) * (1 if kind.bits == 4 else 16)
+        scale = rng.standard_normal((out, n_scales)).astype(np.float16)
+    weight, packed_scale = pack_codes(q, scale, fmt)
+    tiles = weight.reshape(n_tiles, n_groups, 1024 // (2 if kind.bits == 4 else 1) // 64, 16, 4)
+    scales = packed_scale.view(kind.scale).reshape(n_tiles, n_groups, 2, 16)
+    for r in range(n_tiles * 16):
+        for k in range(0, n_groups * 64, 3):
+            inside = r < out and k < in_
+            tile, row, group, i = r // 16, r % 16, k // 64, k % 64
+            byte = int(tiles[tile, group, (i % 32 if kind.bits == 4 else i) // 4, row, i % 4])
+            stored = byte if kind.bits == 8 else byte & 15 if i < 32 else byte >> 4
+            assert stored == (int(q[r, k]) if inside else 0) + kind.zero
+            assert scales[tile, group, i // 32, row] == (scale[r, k // 32] if r < out and k // 32 < n_scales else 0)
+    values = unpack_matrix(weight, packed_scale, fmt, out, in_)
+    if fmt == "mxfp4":
+        plain = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6] + [0, -0.5, -1, -1.5, -2, -3, -4, -6])
+        wanted = plain[q] * 2.0 ** (np.repeat(scale, 32, axis=1)[:, :in_].astype(float) - 127)
+    else:
+        wanted = q * np.repeat(scale, 32, axis=1)[:, :in_].astype(float)
+    assert np.array_equal(values, wanted.astype(np.float32))
+    if fmt == "mxfp4":  # its own values lose nothing
+        assert np.array_equal(unpack_matrix(*pack_matrix(values, fmt), fmt, out, in_), values)
+
+
+def test_mxfp4_rounds_as_its_specification_says() -> None:
+    """Ties go to the even mantissa, what lies beyond 6 becomes 6, the scale is that of the largest value's exponent."""
+    w = np.zeros((16, 64), np.float32)
+    w[0, :16] = [4, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -5.01, 7.9, -0.26, 0.24, -0.0, 0.5, 1.5, -3]
+    w[1, 40] = 6 * 2.0**-100
+    w[2, 3] = 2.0**-149
+    w[3, 3] = 3e38
+    values = unpack_matrix(*pack_matrix(w, "mxfp4"), "mxfp4", 16, 64)
+    assert values[0, :16].tolist() == [4, 0, 1, 1, 2, 2, 4, 4, -6, 6, -0.5, 0, 0, 0.5, 1.5, -3]
+    assert values[1, 40] == w[1, 40]
+    assert values[2, 3] in (0, w[2, 3])
+    assert values[3, 3] == np.float32(6 * 2.0**125)  # 2^127 would be nearer with a larger scale, which has no 6
 
 
 @pytest.mark.parametrize(("out", "in_"), SIZES)
@@ -181,8 +231,9 @@ def test_extremes() -> None:
     w = np.full((16, 64), 3.0e38, np.float32)
     for fmt in ("f32", "q8"):
         assert np.isfinite(unpack_matrix(*pack_matrix(w, fmt), fmt, 16, 64)).all()
-    with pytest.raises(ValueError, match="too large for int4"):
-        pack_matrix(w, "q4")
+    for fmt, what in (("q4", "int4"), ("q4g32", "int4"), ("q8g32", "int8 in groups")):
+        with pytest.raises(ValueError, match=f"too large for {what}"):
+            pack_matrix(w, fmt)
     denormal = np.full((16, 64), 1e-45, np.float32)
     for fmt in FORMATS:
         assert np.isfinite(unpack_matrix(*pack_matrix(denormal, fmt), fmt, 16, 64)).all()
@@ -227,7 +278,7 @@ def test_expert_record(fmt: str, inner: int, hidden: int) -> None:
     spans = [(at, weight_bytes(fmt, out, in_)) for at, out, in_ in weights]
     scales = [(layout.gate_s, inner, hidden), (layout.up_s, inner, hidden), (layout.down_s, hidden, inner)]
     spans += [(at, scale_bytes(fmt, out, in_)) for at, out, in_ in scales if at is not None]
-    assert len(spans) == (6 if fmt.startswith("q") else 3)
+    assert len(spans) == (6 if fmt in SCALED else 3)
     end = 0
     for at, size in spans:
         assert at % 64 == 0

@@ -28,7 +28,7 @@ CB_INLINE void cb_tile_gather(const cb_matrix *m, const cb_rows *rows, int64_t r
         } else {
             t->q[r] = rows->q + source * ng * 64;
             t->scale[r] = rows->scale + source * ng;
-            t->sum[r] = rows->sum + source * ng;
+            t->sum[r] = rows->sum + source * ng * 2;
         }
     }
 }
@@ -47,22 +47,22 @@ CB_INLINE void cb_tile_store(const cb_matrix *m, const cb_rows *rows, int64_t r0
 /* tile(R, m, b, rows, acc) writes R * 16 sums; R is a constant in every call, so each count gets its own unrolled body. */
 typedef void (*cb_tile_fn)(const int R, const cb_matrix *m, int64_t b, const cb_tile_rows *rows, float *acc);
 
-CB_INLINE void cb_tile_walk(cb_tile_fn tile, const cb_matrix *m, const cb_rows *rows, int64_t b0, int64_t b1, float *y,
+CB_INLINE void cb_tile_walk(const int MAX_ROWS, cb_tile_fn tile, const cb_matrix *m, const cb_rows *rows, int64_t b0, int64_t b1, float *y,
                             int64_t ldy, bool add)
 {
     for (int64_t c = 0; c < rows->n_rows; c += CB_CHUNK_ROWS) {
         int64_t end = CB_MIN(c + CB_CHUNK_ROWS, rows->n_rows);
         for (int64_t b = b0; b < b1; b++) {
-            for (int64_t r0 = c; r0 < end; r0 += CB_TILE_MAX) {
-                int n = (int)CB_MIN(CB_TILE_MAX, end - r0);
+            for (int64_t r0 = c; r0 < end; r0 += MAX_ROWS) {
+                int n = (int)CB_MIN(MAX_ROWS, end - r0);
                 cb_tile_rows t;
                 float acc[CB_TILE_MAX * 16];
                 cb_tile_gather(m, rows, r0, n, &t);
                 switch (n) {
                 case 1: tile(1, m, b, &t, acc); break;
-                case 2: tile(2, m, b, &t, acc); break;
-                case 3: tile(3, m, b, &t, acc); break;
-                case 4: tile(4, m, b, &t, acc); break;
+                case 2: if (MAX_ROWS > 1) tile(2, m, b, &t, acc); break;
+                case 3: if (MAX_ROWS > 2) tile(3, m, b, &t, acc); break;
+                case 4: if (MAX_ROWS > 2) tile(4, m, b, &t, acc); break;
                 }
                 cb_tile_store(m, rows, r0, n, b, acc, y, ldy, add);
             }
@@ -70,10 +70,10 @@ CB_INLINE void cb_tile_walk(cb_tile_fn tile, const cb_matrix *m, const cb_rows *
     }
 }
 
-#define CB_TILE_KERNEL(name, tile)                                                                                     \
+#define CB_TILE_KERNEL(name, max_rows, tile)                                                                                \
     static void name(const cb_matrix *m, const cb_rows *rows, int64_t b0, int64_t b1, float *y, int64_t ldy, bool add)  \
     {                                                                                                                  \
-        cb_tile_walk(tile, m, rows, b0, b1, y, ldy, add);                                                              \
+        cb_tile_walk(max_rows, tile, m, rows, b0, b1, y, ldy, add);                                                    \
     }
 
 #endif

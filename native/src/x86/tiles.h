@@ -48,7 +48,7 @@ CB_INLINE void cb_tile_gather(const cb_matrix *m, const cb_rows *rows, int64_t r
         } else {
             t->q[r] = rows->q + source * ng * 64;
             t->scale[r] = rows->scale + source * ng;
-            t->sum[r] = rows->sum + source * ng;
+            t->sum[r] = rows->sum + source * ng * 2;
         }
     }
 }
@@ -88,9 +88,9 @@ CB_INLINE void cb_tile_walk(const int MAX_ROWS, cb_tile_fn tile, const cb_matrix
                 cb_tile_gather(m, rows, r0, n, &t);
                 switch (n) {
                 case 1: tile(1, m, b, &t, acc); break;
-                case 2: tile(2, m, b, &t, acc); break;
-                case 3: tile(3, m, b, &t, acc); break;
-                case 4: tile(4, m, b, &t, acc); break;
+                case 2: if (MAX_ROWS > 1) tile(2, m, b, &t, acc); break;
+                case 3: if (MAX_ROWS > 2) tile(3, m, b, &t, acc); break;
+                case 4: if (MAX_ROWS > 2) tile(4, m, b, &t, acc); break;
                 case 5: if (MAX_ROWS > 4) tile(5, m, b, &t, acc); break;
                 case 6: if (MAX_ROWS > 4) tile(6, m, b, &t, acc); break;
                 case 7: if (MAX_ROWS > 4) tile(7, m, b, &t, acc); break;

@@ -28,7 +28,7 @@ static bool is_disturbed; /* the tested rungs get one wrong weight: the comparis
 static void fail(const char *format, ...)
 {
     va_list args;
-    if (n_failures++ >= 20)
+    if (n_failures++ >= 100)
         return;
     va_start(args, format);
     printf("FAIL ");
@@ -184,7 +184,10 @@ static cb_matrix random_matrix(int format, int act, int64_t out, int64_t in, int
         ((uint16_t *)w)[i] = (uint16_t)(bits_of(value() * size) >> 16);
     for (int64_t i = 0; format == CB_Q8 && i < scale_bytes / 4; i++)
         ((float *)s)[i] = (0.5f + 0.5f * fabsf(value())) * size / 64;
-    for (int64_t i = 0; format == CB_Q4 && i < scale_bytes / 2; i++) { /* f16 of either sign: 2^-5 .. 2^-4, or a denormal */
+    bool is_f16 = format == CB_Q4 || format == CB_Q4G32 || format == CB_Q8G32;
+    for (int64_t i = 0; format == CB_MXFP4 && i < scale_bytes; i++) /* 2^-7 .. 2^-4, or denormal */
+        s[i] = (uint8_t)(next() % 16 ? 120 + next() % 4 : next() % 3);
+    for (int64_t i = 0; is_f16 && i < scale_bytes / 2; i++) { /* f16 of either sign: 2^-5 .. 2^-4, or a denormal */
         uint64_t sign = next() >> 63 << 15;
         ((uint16_t *)s)[i] = (uint16_t)(sign | (next() % 16 ? 10 << 10 : 0));
         ((uint16_t *)s)[i] |= (uint16_t)(next() >> 54);
@@ -200,7 +203,10 @@ static void disturb(const cb_matrix *m, int64_t k)
     switch (m->format) {
     case CB_F32: ((float *)w)[k * 16 + 5] *= 1.01f; break;
     case CB_BF16: ((uint16_t *)w)[k * 16 + 5] ^= 2; break;
+    case CB_Q8G32:
     case CB_Q8: w[g * 1024 + j / 4 * 64 + 5 * 4 + j % 4] ^= 1; break;
+    case CB_MXFP4:
+    case CB_Q4G32:
     case CB_Q4: w[g * 512 + j % 32 / 4 * 64 + 5 * 4 + j % 4] ^= j < 32 ? 1 : 16; break;
     }
 }
@@ -209,8 +215,10 @@ static const struct {
     int format, act;
     const char *name;
 } kinds[] = {{CB_F32, CB_ACT_F32, "f32-f32"}, {CB_BF16, CB_ACT_F32, "bf16-f32"}, {CB_Q8, CB_ACT_F32, "q8-f32"},
-             {CB_Q4, CB_ACT_F32, "q4-f32"},   {CB_Q8, CB_ACT_Q8, "q8-q8"},       {CB_Q4, CB_ACT_Q8, "q4-q8"}};
-#define N_KINDS 6
+             {CB_Q4, CB_ACT_F32, "q4-f32"},   {CB_Q8, CB_ACT_Q8, "q8-q8"},       {CB_Q4, CB_ACT_Q8, "q4-q8"},
+             {CB_Q8G32, CB_ACT_F32, "q8g32-f32"}, {CB_Q4G32, CB_ACT_F32, "q4g32-f32"}, {CB_MXFP4, CB_ACT_F32, "mxfp4-f32"},
+             {CB_Q8G32, CB_ACT_Q8, "q8g32-q8"},   {CB_Q4G32, CB_ACT_Q8, "q4g32-q8"},   {CB_MXFP4, CB_ACT_Q8, "mxfp4-q8"}};
+#define N_KINDS 12
 
 /* ---- rungs ------------------------------------------------------------------------------------------------ */
 
@@ -335,7 +343,7 @@ static void linear_extremes(int rung, int kind)
 {
     static const int fills[] = {-1, 0x00, 0xff, 0x0f, 0xf0, 0x80, 0x7f};
     int64_t in = 200, out = 33, rows = 18;
-    bool packed = kinds[kind].format == CB_Q8 || kinds[kind].format == CB_Q4;
+    bool packed = kinds[kind].format >= CB_Q8;
     for (int f = 0; f < (packed ? 7 : 1); f++)
         for (int special = 0; special < 10; special++) {
             seed = (uint64_t)(kind * 1000 + f * 10 + special);

@@ -120,6 +120,7 @@ E_OP2(_mm512_add_epi32, __m512i, 16, o.u32[l] = a.u32[l] + b.u32[l])
 E_OP2(_mm512_sub_epi32, __m512i, 16, o.u32[l] = a.u32[l] - b.u32[l])
 E_OP2(_mm512_max_epi32, __m512i, 16, o.i32[l] = a.i32[l] > b.i32[l] ? a.i32[l] : b.i32[l])
 E_OP2(_mm512_add_epi16, __m512i, 32, o.u16[l] = (uint16_t)(a.u16[l] + b.u16[l]))
+E_OP2(_mm512_add_epi8, __m512i, 64, o.u8[l] = (uint8_t)(a.u8[l] + b.u8[l]))
 E_OP2(_mm512_sub_epi8, __m512i, 64, o.u8[l] = (uint8_t)(a.u8[l] - b.u8[l]))
 E_OP2(_mm512_permutexvar_epi8, __m512i, 64, o.u8[l] = b.u8[a.u8[l] & 63])
 E_OP1(_mm512_abs_epi8, __m512i, 64, o.u8[l] = (uint8_t)(a.i8[l] < 0 ? -a.i8[l] : a.i8[l]))
@@ -196,6 +197,9 @@ E_FN __m512i _mm512_dpwssd_epi32(__m512i c, __m512i a, __m512i b)
 
 /* ---- narrow to wide */
 E_FN __m128i _mm_loadu_si128(const void *p) { __m128i o; memcpy(&o, p, 16); return o; }
+E_FN __m512i _mm512_broadcast_i32x4(__m128i v) { __m512i o; E_EACH(64) o.u8[l] = v.u8[l % 16]; return o; }
+/* bytes of a's own 16, by the low four bits of b's; 0 where b's highest is set */
+E_OP2(_mm512_shuffle_epi8, __m512i, 64, o.u8[l] = b.u8[l] & 128 ? 0 : a.u8[l / 16 * 16 + b.u8[l] % 16])
 E_FN __m512i _mm512_cvtepu8_epi32(__m128i v) { __m512i o; E_EACH(16) o.u32[l] = v.u8[l]; return o; }
 E_FN __m256i _mm256_loadu_si256(const void *p) { __m256i o; memcpy(&o, p, 32); return o; }
 E_FN __m512i _mm512_cvtepu16_epi32(__m256i v) { __m512i o; E_EACH(16) o.u32[l] = v.u16[l]; return o; }
