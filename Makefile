@@ -6,6 +6,8 @@ PY       := $(VENV)/bin/python
 PYTHON   ?= python3
 STAMP    := $(VENV)/.stamp
 KERNELS  := build/dev/.stamp
+BYTECODE := build/dev/.bytecode
+ROOMS    := bench cli colibri_moe conversion deploy models native services shared
 NATIVE_SOURCES := $(shell find CMakeLists.txt native -name CMakeLists.txt -o -name '*.c' -o -name '*.h' 2>/dev/null)
 TESTS    ?=
 PROMPT   ?= Tell me a story about a small bird.
@@ -26,7 +28,7 @@ $(STAMP): pyproject.toml
 	@command -v cmake >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check cmake ninja
 	@touch $@
 
-kernels: $(KERNELS) ## compile native/ into the source tree
+kernels: $(KERNELS) $(BYTECODE) ## compile native/ into the source tree
 $(KERNELS): $(NATIVE_SOURCES) | $(STAMP)
 	@mkdir -p build/dev
 	@PATH="$$PATH:$(abspath $(VENV))/bin"; cmake -S . -B build/dev -DCMAKE_BUILD_TYPE=Release > build/dev/configure.log 2>&1 \
@@ -35,7 +37,12 @@ $(KERNELS): $(NATIVE_SOURCES) | $(STAMP)
 	  || { cat build/dev/build.log; exit 1; }
 	@touch $@
 
-run: $(STAMP) $(KERNELS) ## start the group on the embedded model, let it answer, show where the time went, stop
+# A start loads 150 modules of ours; where PYTHONDONTWRITEBYTECODE is set each of them would be compiled every time.
+$(BYTECODE): $(shell find $(ROOMS) -name '*.py' 2>/dev/null) | $(STAMP) $(KERNELS)
+	@$(PY) -m compileall -q $(ROOMS)
+	@touch $@
+
+run: $(STAMP) $(KERNELS) $(BYTECODE) ## start the group on the embedded model, let it answer, show where the time went, stop
 	@$(VENV)/bin/colibri run --profile --run-dir .run $(if $(MODEL),--model "$(MODEL)") --max-tokens 300 "$(PROMPT)"
 
 # Tests without process groups share the processors. Groups mostly wait (for starts, deaths, silence), so two run side by side;

@@ -7,7 +7,10 @@ that process does and ends: what a start would take that shares nothing and does
 
 from __future__ import annotations
 
+import calendar
+import dataclasses
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -26,6 +29,8 @@ from shared.run.child import child_environment, python_command
 READY_BAR_S, RUN_BAR_S = 0.8, 1.5
 """Of the embedded model on a quiet machine."""
 N_TOKENS = 20
+_OF_SERVICE = re.compile(r"(\S+)\.(\d{3})Z INFO \w+/\d+ (service_\w+|peer_ready peer=\w+)")
+_OF_KEEPER = re.compile(r"(\S+ \S+),(\d{3}) INFO (supervisord started|spawned: '\w+')")
 TIMEOUT_S = 120
 PROCESSES = {
     "colibri-up": "deploy.up, deploy.launch, deploy.warm",
@@ -41,6 +46,30 @@ PROCESSES = {
 
 
 @dataclass(frozen=True)
+class Moment:
+    """What a log says of a start: ``at_s`` behind the moment at which colibri-up was started."""
+
+    at_s: float
+    process: str
+    event: str
+
+
+def moments_of(log: str, process: str, began: float) -> list[Moment]:
+    """Lines of a service's log or of the keeper's, not older than ``began`` (seconds since 1970, as the lines have them)."""
+    found = []
+    for line in log.splitlines():
+        if match := _OF_SERVICE.match(line):
+            at = calendar.timegm(time.strptime(match[1], "%Y-%m-%dT%H:%M:%S")) + int(match[2]) / 1000
+        elif match := _OF_KEEPER.match(line):
+            at = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S")) + int(match[2]) / 1000
+        else:
+            continue
+        if at >= began - 0.001:
+            found.append(Moment(at - began, process, match[3]))
+    return found
+
+
+@dataclass(frozen=True)
 class Round:
     """Seconds. ``cpu_s``: processor time of all processes of the group until it is ready."""
 
@@ -50,6 +79,8 @@ class Round:
     run_s: float
     bare_s: float
     bare_cpu_s: float
+    timeline: tuple[Moment, ...] = ()
+    """Of the start."""
 
 
 def run_start(model: Path | None, n_rounds: int, progress: Callable[[str], None]) -> list[Round]:
@@ -66,22 +97,27 @@ def run_start(model: Path | None, n_rounds: int, progress: Callable[[str], None]
 
 def _round(model: list[str], run_dir: Path) -> Round:
     up = python_command("deploy.up", "--run-dir", str(run_dir))
-    before = os.times()
+    before, began = os.times(), time.time()
     ready_s = _timed([*up, *model, "--port", "0", "--daemon"])
     cpu_s = _children_s(before) + sum(map(_processor_s, _members(run_dir)))
+    logs = [(path.stem, path.read_text(errors="replace")) for path in (run_dir / "log").glob("*.log")]
+    timeline = [
+        moment for process, text in logs if process != "supervisor" for moment in moments_of(text, process, began)
+    ]
+    timeline.append(Moment(ready_s, "colibri-up", "ready, and gone into the background"))
     stop_s = _timed([*up, "--stop"])
     run = python_command("cli.main", "run", "--run-dir", str(run_dir), "--max-tokens", str(N_TOKENS), "--seed", "1")
     run_s = _timed([*run, *(["--model", *model] if model else []), "--raw", "Once upon a time"])
-    before = os.times()
-    began = time.monotonic()
+    before, bare_began = os.times(), time.monotonic()
     bare = [
         subprocess.Popen([sys.executable, "-P", "-c", f"import shared.run.first, {modules}"], env=child_environment())
         for modules in PROCESSES.values()
     ]
     if any(process.wait(TIMEOUT_S) for process in bare):
         raise BenchError("an interpreter with a process's imports ended with an error (its words are above)")
-    bare_s = time.monotonic() - began
-    return Round(ready_s, cpu_s, stop_s, run_s, bare_s, _children_s(before))
+    bare_s = time.monotonic() - bare_began
+    ordered = tuple(sorted(timeline, key=lambda moment: moment.at_s))
+    return Round(ready_s, cpu_s, stop_s, run_s, bare_s, _children_s(before), ordered)
 
 
 def _timed(command: list[str]) -> float:
@@ -123,7 +159,18 @@ def as_json(rounds: list[Round]) -> dict[str, Any]:
         "bars": bars,
         "median": middle,
         "rounds": every,
+        "timeline": [dataclasses.asdict(moment) for moment in _middle_start(rounds).timeline],
     }
+
+
+def _middle_start(rounds: list[Round]) -> Round:
+    return sorted(rounds, key=lambda found: found.ready_s)[len(rounds) // 2]
+
+
+def timeline_text(rounds: list[Round]) -> str:
+    """Who did what when, in the round whose start is the median one."""
+    moments = _middle_start(rounds).timeline
+    return "\n".join(f"{moment.at_s * 1000:6.0f} ms  {moment.process:<11}{moment.event}" for moment in moments)
 
 
 def as_text(rounds: list[Round]) -> str:

@@ -112,11 +112,15 @@ def prefill(
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @JSON
 @ROUNDS
-def start(model: Path | None, as_document: bool, rounds: int) -> None:
+@click.option("--timeline", "with_timeline", is_flag=True, help="Show who did what when in the median start, too.")
+def start(model: Path | None, as_document: bool, rounds: int, with_timeline: bool) -> None:
     """Time a start, a stop and a whole `colibri run`, beside bare interpreters with the same imports."""
-    from bench.start import as_json, as_text, run_start
+    from bench.start import as_json, as_text, run_start, timeline_text
 
-    _show(run_start(model, rounds, _progress), as_document, as_json, as_text)
+    found = run_start(model, rounds, _progress)
+    _show(found, as_document, as_json, as_text)
+    if with_timeline and not as_document:
+        say("\n" + timeline_text(found))
 
 
 def _setup(model: Path, ram: str | None, slots: int | None, limit: str | None) -> Setup:

@@ -20,6 +20,7 @@ SINGLE_MODULES = (
 
 def load_for_services(fd: int) -> None:
     """Until there is something to read from ``fd``. A module that can't be loaded is its service's affair."""
+    gc.disable()  # next to nothing of what loading makes is garbage
     try:
         for name in COMMON_MODULES:
             importlib.import_module(name)
@@ -30,4 +31,5 @@ def load_for_services(fd: int) -> None:
     except Exception:  # noqa: BLE001  (said with all details when the service needs it)
         return
     finally:
+        gc.enable()
         gc.freeze()  # collections must not touch, and so copy, what is shared with the services
