@@ -1,4 +1,4 @@
-"""``colibri convert``: a Hugging Face checkpoint, on the disk or at the hub, becomes a container."""
+"""``colibri convert``: a checkpoint becomes a container: Hugging Face's, on the disk or at the hub, or llama.cpp's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command("convert")
-@click.argument("source", metavar="HF_DIR|hf:ORG/NAME[@REV]", type=PATH_TEXT)
+@click.argument("source", metavar="HF_DIR|FILE.gguf|hf:ORG/NAME[@REV]", type=PATH_TEXT)
 @click.argument("out", metavar="OUT", type=PATH)
 @click.option(
     "--precision",
@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 def command(source: str, out: Path, precision: str, has_mtp: bool, threads: int) -> None:
     """Convert a checkpoint (f32, bf16, f16 or fp8 block-128) to a container in OUT.
 
-    HF_DIR is a directory. hf:ORG/NAME is fetched from the Hugging Face hub (HF_ENDPOINT, HF_TOKEN or a kept login) shard by
-    shard: each is converted and deleted, so only a few lie on the disk at once. REV is a branch, a tag or a commit.
+    HF_DIR is a directory. Of a model in several GGUF files one is given, X-00001-of-0000N.gguf. hf:ORG/NAME is fetched from the
+    Hugging Face hub (HF_ENDPOINT, HF_TOKEN or a kept login) shard by shard: each is converted and deleted, so only a few lie on
+    the disk at once. REV is a branch, a tag or a commit.
 
     Interrupted at any moment, the same command goes on where it stopped. A finished container is never overwritten.
     """

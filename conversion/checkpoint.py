@@ -56,7 +56,7 @@ class SourceTensor(msgspec.Struct, frozen=True):
     entry: TensorEntry
 
 
-class _FileState(NamedTuple):
+class FileState(NamedTuple):
     """What a file system says of a file: equal states, equal bytes, unless it was written within the clock's grain."""
 
     device: int
@@ -66,8 +66,8 @@ class _FileState(NamedTuple):
     changed_ns: int
 
     @staticmethod
-    def of(stat: os.stat_result) -> _FileState:
-        return _FileState(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+    def of(stat: os.stat_result) -> FileState:
+        return FileState(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 class Checkpoint:
@@ -78,7 +78,7 @@ class Checkpoint:
         directory: Path,
         headers: dict[str, FileHeader],
         weight_map: dict[str, str] | None = None,
-        states: dict[str, _FileState] | None = None,
+        states: dict[str, FileState] | None = None,
     ) -> None:
         """From the headers of all shards. ContainerError names a tensor that is listed twice or nowhere."""
         tensors: dict[str, SourceTensor] = {}
@@ -117,7 +117,7 @@ class Checkpoint:
         """ContainerError names the shard that is missing, truncated or malformed, or a tensor that is listed twice."""
         names, weight_map = shards_of(directory, os.listdir(directory))
         headers: dict[str, FileHeader] = {}
-        states: dict[str, _FileState] = {}
+        states: dict[str, FileState] = {}
         wanted = {file: name for name, file in reversed((weight_map or {}).items())}
         for file in names:
             headers[file], states[file] = _read_shard(directory / file, wanted.get(file, ""))
@@ -154,7 +154,7 @@ class Checkpoint:
         for file in self._states:
             path = self.directory / file
             try:
-                is_same = _FileState.of(os.stat(path)) == self._states[file]
+                is_same = FileState.of(os.stat(path)) == self._states[file]
             except OSError:
                 is_same = False
             if not is_same:
@@ -307,7 +307,7 @@ class Checkpoint:
         """The shard that holds a tensor, the same file as when its header was read."""
         file = self.tensors[name].file
         fd = open_file(self.directory / file)
-        if _FileState.of(os.fstat(fd)) != self._states[file]:
+        if FileState.of(os.fstat(fd)) != self._states[file]:
             os.close(fd)
             raise _has_changed(self.where(name))
         return fd
@@ -317,7 +317,7 @@ class Checkpoint:
         return f"{self.directory / self.tensors[name].file}: tensor {self.prefix + name!r}"
 
 
-def _read_shard(path: Path, wanted: str) -> tuple[FileHeader, _FileState]:
+def _read_shard(path: Path, wanted: str) -> tuple[FileHeader, FileState]:
     try:
         fd = open_file(path)
     except FileNotFoundError:
@@ -326,7 +326,7 @@ def _read_shard(path: Path, wanted: str) -> tuple[FileHeader, _FileState]:
     except OSError as error:
         raise ContainerError(f"{path} can't be read: {error.strerror}.") from None
     try:
-        return header_of(fd, path, wanted), _FileState.of(os.fstat(fd))
+        return header_of(fd, path, wanted), FileState.of(os.fstat(fd))
     finally:
         os.close(fd)
 

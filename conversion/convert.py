@@ -6,7 +6,6 @@ Bounded memory: matrices are read, packed and written in pieces of a few thousan
 from __future__ import annotations
 
 import itertools
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,8 @@ import numpy as np
 
 from conversion.checkpoint import BLOCKS_SUFFIX, SCALES_SUFFIX, Checkpoint
 from conversion.layouts import SCALE_SUFFIX, find_foreign
+from conversion.names import HubNames
+from conversion.sources import COPY_LIMIT_BYTES, open_source
 from conversion.writer import ContainerWriter, Evidence, Produce
 from native.matrix import TILE_ROWS
 from shared.container.c_engine import is_c_engine
@@ -39,38 +40,15 @@ from shared.container.reader import TOKENIZER_NAME, Container, no_tokenizer
 from shared.container.recognise import why_no_checkpoint
 from shared.errors import ConfigError, ContainerError
 from shared.files import read_file
-from shared.model.config_reader import MTP_KEYS, read_json, without_mtp
-from shared.model.family import added, expert_source, ignores, load_spec, source_name
+from shared.model.config_reader import MTP_KEYS
 from shared.model.tensors import Source
-from shared.model.tokenizer_file import load_tokenizer
+from shared.model.tokenizer_file import parse_tokenizer
 
 VERSION = "0.2.0"
 """Raised whenever the same checkpoint would give other bytes; unfinished work of another version is refused."""
 
-COPIED_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "tiktoken.model",
-    "chat_template.jinja",
-    "chat_template.json",
-    "LICENSE",
-    "README.md",
-)
-"""Copied when present. Nothing that could be executed is."""
-TEMPLATES_DIR = "additional_chat_templates"
-"""Its ``*.jinja`` are copied too: templates that are chosen by name."""
-
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
-_FOR_PEOPLE = ("LICENSE", "README.md")
-_COPY_LIMIT_BYTES = 256 << 20
 _OTHER_TOKENIZERS = ("tokenizer.model", "tiktoken.model", "vocab.json")
 _CHUNK_VALUES = 8 << 20
 _MTP_WORDS = " or ".join(f'"{key}"' for key in MTP_KEYS)
@@ -99,18 +77,14 @@ class Conversion:
         if checkpoint is None and (complaint := why_no_checkpoint(source)):
             raise ContainerError(complaint)
         self.source, self.precision, self.has_mtp = source, precision, has_mtp
-        self.spec = load_spec(source, has_mtp=has_mtp)
+        found = open_source(source, has_mtp=has_mtp, checkpoint=checkpoint)
+        self.spec, self.names, self.checkpoint, self.copied = found.spec, found.names, found.checkpoint, found.copied
         self.plan: ContainerPlan = plan_container(self.spec, PRECISIONS[precision])
-        names = [*COPIED_FILES, *_template_names(source)]
-        self.copied: dict[str, bytes] = {name: data for name in names if (data := self._read_small(name)) is not None}
-        if not has_mtp:
-            config = without_mtp(read_json(source / "config.json"))
-            self.copied["config.json"] = json.dumps(config, indent=2).encode() + b"\n"
-        self.checkpoint = checkpoint or Checkpoint.open(source)
         self._digests: dict[tuple[str, ...], str] = {}
         self.copies: list[tuple[str, str]] = []
         """Tensors that are left out because they equal another one: (copy, original)."""
-        self._refuse_foreign_layouts()
+        if isinstance(self.names, HubNames):
+            self._refuse_foreign_layouts()
         self._check_tensors()
         if checkpoint is None:
             for pair in self.copies:
@@ -151,14 +125,14 @@ class Conversion:
     def is_finished(self, out: Path) -> bool:
         """Whether ``out`` already is the container of this checkpoint in this precision, as far as can be told cheaply."""
         index = Container.open(out)
-        same_config = read_file(out / "config.json", _COPY_LIMIT_BYTES) == self.copied["config.json"]
+        same_config = read_file(out / "config.json", COPY_LIMIT_BYTES) == self.copied["config.json"]
         return same_config and index.precision == self.plan.precision
 
     def notes(self) -> list[str]:
         """What the user should know before hours are spent."""
         if TOKENIZER_NAME in self.copied:
             try:
-                load_tokenizer(self.source / TOKENIZER_NAME)
+                parse_tokenizer(self.copied[TOKENIZER_NAME], self.source / TOKENIZER_NAME)
             except ContainerError as error:
                 return [f"{error} No group starts with it as it is."]
             return []
@@ -215,17 +189,6 @@ class Conversion:
 
     # ---- checks ---------------------------------------------------------------------------------------------------
 
-    def _read_small(self, name: str) -> bytes | None:
-        """A file that is copied unchanged; None when there is none."""
-        try:
-            return read_file(self.source / name, _COPY_LIMIT_BYTES)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if name in _FOR_PEOPLE:
-                return None
-            raise ContainerError(f"{self.source / name} can't be read: {error.strerror}.") from None
-
     def _refuse_foreign_layouts(self) -> None:
         tensors = self.checkpoint.tensors
         # A config.json may call for more tensors than memory has room for; those of the shards can't be more than there are.
@@ -248,14 +211,14 @@ class Conversion:
                     yield from (name for part in sources for name in self.checkpoint.parts_of(part.name))
 
     def _is_mtp(self, name: str) -> bool:
-        return name.startswith((f"model.layers.{self.spec.mtp_layer}.", "mtp."))
+        return name.startswith((self.names.layer(self.spec.mtp_layer), "mtp."))
 
     def _check_tensors(self) -> None:
         names = self.checkpoint.tensors
         if self.spec.n_mtp and not any(map(self._is_mtp, names)):
             raise ContainerError(
                 f"{self.source}: config.json promises an MTP layer ({_MTP_WORDS}), but no tensor "
-                f"'model.layers.{self.spec.mtp_layer}.*' or 'mtp.*' is there. Complete the checkpoint, or convert it "
+                f"'{self.names.layer(self.spec.mtp_layer)}*' or 'mtp.*' is there. Complete the checkpoint, or convert it "
                 "without that layer: --no-mtp (the same text, but no drafts)."
             )
         used: set[str] = set()
@@ -293,18 +256,17 @@ class Conversion:
 
     def _check_copies(self, used: set[str]) -> None:
         """Copies of the embedding and the head (in the MTP layer, or under tied weights) are left out if they are equal."""
-        spec = self.spec
+        spec, name = self.spec, self.names.tensor
         prefix = f"model.layers.{spec.mtp_layer}."
-        embedding = source_name(spec.family, EMBEDDING)
+        embedding, head = name(EMBEDDING), name(HEAD)
         pairs = []
         if spec.n_mtp:
-            head = HEAD if HEAD in self.checkpoint else embedding
             pairs = [
-                (prefix + "embed_tokens.weight", embedding),
-                (prefix + "shared_head.head.weight", head),
+                (name(prefix + "embed_tokens.weight"), embedding),
+                (name(prefix + "shared_head.head.weight"), head if head in self.checkpoint else embedding),
             ]
         if spec.tie_embeddings:
-            pairs.append((HEAD, embedding))
+            pairs.append((head, embedding))
         for copy, original in pairs:
             if copy not in self.checkpoint or copy == original:
                 continue
@@ -325,9 +287,9 @@ class Conversion:
         """Tensors that the layer's attention says it has no use for, and buffers that are no weights."""
         if name.endswith(_IGNORED_SUFFIXES) or (not self.has_mtp and self._is_mtp(name)):
             return True
-        if ignores(self.spec.family, name):
+        if self.names.ignores(name):
             return True
-        parts = name.split(".", 3)
+        parts = self.names.ours(name).split(".", 3)
         if parts[:2] != ["model", "layers"] or not parts[2].isdigit() or len(parts) < 4:
             return False
         layer = int(parts[2])
@@ -335,10 +297,9 @@ class Conversion:
 
     def _source(self, item: DenseItem) -> Source:
         """The checkpoint tensor that an item is made from, under the checkpoint's name."""
-        source = item.source or Source(item.name, item.shape)
         if item.name == HEAD and self.spec.tie_embeddings:
-            source = Source(EMBEDDING, item.shape)
-        return msgspec.structs.replace(source, name=source_name(self.spec.family, source.name, self.spec.mtp_layer))
+            item = msgspec.structs.replace(item, name=EMBEDDING)
+        return self.names.dense(item)
 
     # ---- making ---------------------------------------------------------------------------------------------------
 
@@ -346,7 +307,7 @@ class Conversion:
         """What an item is made from, unrounded: f32[n] of a vector, matrices in pieces of rows, a stack one by one."""
         source = self._source(item)
         if item.kind == "vector":
-            values, more = self.checkpoint.rows(source.name), np.float32(added(self.spec.family, item.name))
+            values, more = self.checkpoint.rows(source.name), np.float32(self.names.added(item.name))
             yield values + more if more else values
         elif source.n_rows and item.stack > 1:
             yield from self._stacked(item, source)
@@ -358,7 +319,7 @@ class Conversion:
 
     def embedding_rows(self, ids: Sequence[int]) -> F32:
         """f32[len(ids), hidden] of the embedding, without reading the rest of it."""
-        name = source_name(self.spec.family, EMBEDDING)
+        name = self.names.tensor(EMBEDDING)
         return np.concatenate([self.checkpoint.rows(name, i, i + 1) for i in ids])
 
     def expert_matrices(self, layer: ExpertFilePlan, expert: int) -> Iterator[tuple[str, F32]]:
@@ -432,8 +393,7 @@ class Conversion:
         ]  # fmt: skip
         names = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")
         parts += [(name, (width,)) for name, width in zip(names, layer.layout.bias_widths)]
-        place = (self.spec.family, layer.layer, expert, layer.n_experts)
-        return [expert_source(*place, part, shape, self.spec.mtp_layer) for part, shape in parts]
+        return [self.names.expert(layer.layer, expert, layer.n_experts, part, shape) for part, shape in parts]
 
     def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> Any:
         layer, expert = source
@@ -508,16 +468,6 @@ def table_chunks(chunks: Iterator[F32], fmt: str) -> Iterator[Any]:
                 raise ValueError("a weight is NaN or infinite")
             yield to_bf16(chunk) if fmt == "bf16" else np.ascontiguousarray(chunk)
     yield from scales
-
-
-def _template_names(source: Path) -> list[str]:
-    try:
-        names = os.listdir(source / TEMPLATES_DIR)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise ContainerError(f"{source / TEMPLATES_DIR} can't be read: {error.strerror}.") from None
-    return [f"{TEMPLATES_DIR}/{name}" for name in sorted(names) if name.endswith(".jinja") and name[0] != "."]
 
 
 def chunk_rows(width: int) -> int:

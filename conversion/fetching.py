@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from conversion.checkpoint import INDEX_FILE, Checkpoint, shards_of
-from conversion.convert import COPIED_FILES, TEMPLATES_DIR, Conversion
+from conversion.convert import Conversion
 from conversion.hub import Hub, HubName
+from conversion.sources import COPIED_FILES, TEMPLATES_DIR
 from conversion.window import Need, order_of, peak_bytes, releases
 from conversion.writer import ContainerWriter, Evidence, Group
 from shared.container.checksum import checksum

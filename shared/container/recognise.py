@@ -16,7 +16,7 @@ UNFINISHED_DIR = ".unfinished"
 _HUB_NAME = re.compile(
     r"(?:(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf:/+)?([A-Za-z0-9][\w.-]*/[\w.-]*\w)/?(?::\S*)?"
 )
-_GGUF = b"GGUF"
+GGUF_MAGIC = b"GGUF"
 _CONVERT = "colibri convert HF_DIR OUT"
 
 
@@ -41,8 +41,10 @@ def why_no_container(given: Path | str) -> str:
 
 
 def why_no_checkpoint(given: Path | str) -> str | None:
-    """One sentence about what can't be converted, None for a directory that has a config.json and weights."""
+    """One sentence about what can't be converted, None for a directory that has a config.json and weights, or a GGUF file."""
     path = Path(given)
+    if is_gguf(path):
+        return None
     if not os.path.isdir(path):
         return _about_no_directory(given, path, "a downloaded checkpoint, the one with its config.json")
     try:
@@ -51,7 +53,7 @@ def why_no_checkpoint(given: Path | str) -> str | None:
         return f"{path} can't be read: {error.strerror}."
     weights = shard_names(names)
     if not weights and (gguf := [name for name in names if name.lower().endswith(".gguf")]):
-        return f"{path} holds GGUF files ({gguf[0]}), the format of llama.cpp. {_INSTEAD_OF_GGUF}"
+        return f"{path} holds GGUF files, the format of llama.cpp. {_run_for_gguf(path / gguf[0])}"
     if not weights and (torch := [name for name in names if name.endswith((".bin", ".pt", ".pth")) and name[0] != "."]):
         return (
             f"{path} holds PyTorch files ({torch[0]}) and no *.safetensors. Use the model's safetensors repository, or save it "
@@ -81,6 +83,11 @@ def why_no_checkpoint(given: Path | str) -> str | None:
     return None
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a regular file is there that is one of GGUF's, or is named like one."""
+    return os.path.isfile(path) and (path.suffix.lower() == ".gguf" or _begin(path) == GGUF_MAGIC)
+
+
 def shard_names(names: list[str]) -> list[str]:
     """Those of a directory's names that are weights. Hidden ones are other programs' (``._model.safetensors`` of macOS)."""
     return sorted(name for name in names if name.endswith(".safetensors") and not name.startswith("."))
@@ -100,7 +107,7 @@ def _about_no_directory(given: Path | str, path: Path, wanted: str) -> str:
     if os.path.isfile(path):
         return _about_file(path, wanted)
     if text.lower().endswith(".gguf"):
-        return f"{text} is not a directory, nor a file that is there. {_INSTEAD_OF_GGUF}"
+        return f"{text} is a file that is not there. Give the path of the GGUF file: colibri convert FILE.gguf OUT"
     match = _HUB_NAME.fullmatch(text)
     if match and not os.path.lexists(path) and not os.path.isdir(path.parent):
         name = match[1]
@@ -114,13 +121,11 @@ def _about_no_directory(given: Path | str, path: Path, wanted: str) -> str:
 
 
 def _about_file(path: Path, wanted: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            begin = file.read(4)
-    except OSError as error:
-        return f"{path} is not a directory, and can't be read: {error.strerror}."
-    if begin == _GGUF or path.suffix.lower() == ".gguf":
-        return f"{path} is a GGUF file, the format of llama.cpp. {_INSTEAD_OF_GGUF}"
+    begin = _begin(path)
+    if isinstance(begin, OSError):
+        return f"{path} is not a directory, and can't be read: {begin.strerror}."
+    if is_gguf(path):
+        return f"{path} is a GGUF file, the format of llama.cpp, not a container. {_run_for_gguf(path)}"
     if (path.parent / INDEX_NAME).exists():
         return f"{path} is not a directory, but lies in a container. Give the directory: {path.parent}"
     if path.suffix == ".safetensors":
@@ -135,6 +140,13 @@ def _quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-_INSTEAD_OF_GGUF = (
-    f"Containers are made from safetensors: download the model's original repository, then run: {_CONVERT}"
-)
+def _begin(path: Path) -> bytes | OSError:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(GGUF_MAGIC))
+    except OSError as error:
+        return error
+
+
+def _run_for_gguf(path: Path) -> str:
+    return f"Run: colibri convert {_quoted(path)} OUT, and give OUT as MODEL."

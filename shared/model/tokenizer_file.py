@@ -10,17 +10,27 @@ from shared.files import TOKENIZER_LIMIT_BYTES, read_file
 
 
 def load_tokenizer(path: Path) -> Any:
-    """The ``tokenizers.Tokenizer``. Raises ContainerError naming the file.
+    """The ``tokenizers.Tokenizer``. Raises ContainerError naming the file."""
+    try:
+        data = read_file(path, TOKENIZER_LIMIT_BYTES)
+    except OSError as error:
+        raise ContainerError(
+            f"{path} can't be used: {error.strerror}. Copy the file again from the checkpoint."
+        ) from None
+    return parse_tokenizer(data, path)
+
+
+def parse_tokenizer(data: bytes, path: Path) -> Any:
+    """As ``load_tokenizer``, from what ``path`` holds.
 
     What else a file may ask for belongs to training: to cut long texts, to fill up short ones, to drop merges at random.
     """
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_buffer(read_file(path, TOKENIZER_LIMIT_BYTES))
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # noqa: BLE001  (the library raises plain Exception)
-        reason = getattr(error, "strerror", None) or error
-        raise ContainerError(f"{path} can't be used: {reason}. Copy the file again from the checkpoint.") from None
+        raise ContainerError(f"{path} can't be used: {error}. Copy the file again from the checkpoint.") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None) is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 OURS = {"shared", "native", "conversion", "services", "deploy", "cli", "bench", "models"}
 MODULE_OF = {"pyzmq": "zmq", "huggingface-hub": "huggingface_hub"}
-PROGRAMS = {"bench/peers": {"llama_cpp", "gguf"}, "bench/routing.py": {"talk"}}
+PROGRAMS = {"bench/peers": {"llama_cpp"}, "bench/routing.py": {"talk"}}
 """Programs of this repository that need more than users have: the extra "peers", and models/train."""
 NOT_IMPORTED_BY_US = {"httptools"}  # uvicorn takes it when it is there
 

@@ -12,8 +12,8 @@ from shared.model import family
 from tests.contract.test_imports import ROOT, sources
 from tests.oracle import DIRECTORY
 
-PRESETS = {"conversion/presets.py"}
-"""Whole examples of config.json, which name their family."""
+PRESETS = {"conversion/presets.py", "conversion/gguf/architectures.py"}
+"""They make a config.json, which names its family: whole examples, and from what llama.cpp's files say."""
 
 
 def strings(path: Path) -> set[str]:

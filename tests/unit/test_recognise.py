@@ -35,8 +35,10 @@ def cache(path: Path) -> None:
 
 
 GIVEN: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
-    "a GGUF file": (lambda p: p.write_bytes(b"GGUF\3\0\0\0"), ("GGUF file", "llama.cpp", "colibri convert HF_DIR OUT")),
-    "a directory of GGUF": (with_files(model__gguf=b"GGUF", config__json="{}"), ("GGUF", "colibri convert HF_DIR OUT")),
+    "a directory of GGUF": (
+        with_files(model__gguf=b"GGUF", config__json="{}"),
+        ("GGUF", "colibri convert", "model.gguf OUT"),
+    ),
     "PyTorch files": (with_files(pytorch_model__bin=b"", config__json="{}"), ("PyTorch", "safetensors")),
     "the hub's cache": (cache, ("cache", "colibri convert", "snapshots/0a1b OUT")),
     "files named like the hub's cache": (with_files(refs="", snapshots=""), ("neither colibri.json nor config.json",)),
@@ -65,6 +67,18 @@ def test_what_was_given(tmp_path: Path, what: str) -> None:
         Conversion(path, "int4")
     assert str(caught.value) == why_no_checkpoint(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_file_is_known_by_its_begin_or_its_name(tmp_path: Path) -> None:
+    """No container, and the command that makes one of it; whether it is whole is the converter's to say."""
+    for name, data in (("model.gguf", b""), ("model", b"GGUF\3\0\0\0")):
+        path = tmp_path / name
+        path.write_bytes(data)
+        said = why_no_container(path)
+        assert f"{path} is a GGUF file" in said and f"colibri convert {path} OUT" in said
+        assert why_no_checkpoint(path) is None
+        with pytest.raises(ContainerError, match="truncated or damaged"):
+            Conversion(path, "f32")
 
 
 @pytest.mark.parametrize(
@@ -101,9 +115,11 @@ def test_hidden_files_are_no_shards() -> None:
 
 def test_a_start_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for text in ("zai-org/GLM-5.2", "model.gguf", "~no-such-user/model"):
+    for text in ("zai-org/GLM-5.2", "~no-such-user/model"):
         with pytest.raises(ConfigError, match="is not a directory"):
             model_dir_of(Settings(model=text))
+    with pytest.raises(ConfigError, match=r"a file that is not there\. .*colibri convert FILE\.gguf OUT"):
+        model_dir_of(Settings(model="model.gguf"))
     with pytest.raises(ConfigError, match=r"colibri convert hf:zai-org/GLM-5\.2 OUT"):
         model_dir_of(Settings(model="zai-org/GLM-5.2"))
 
