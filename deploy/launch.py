@@ -217,7 +217,7 @@ def create_segments(plan: StartPlan) -> None:
         segments.COUNTERS: counters.SEGMENT_BYTES,
     }
     if config.n_drafts:
-        sizes[segments.MTP_KV] = group_kv(spec.mtp_attention, config).total_bytes
+        sizes[segments.MTP_KV] = group_kv(spec.mtp_attention, config, is_mtp=True).total_bytes
     for name, n_bytes in sizes.items():
         segments.Segment.create(config.run_id, name, n_bytes).close()
 

@@ -150,6 +150,8 @@ class AttnStep(ctypes.Structure):
         self.keep = (kv, index_k, selected, n_selected, x)
         self.rows: tuple[np.ndarray, ...] = ()
         self.table: np.ndarray | None = None
+        self._whole = 0, n_blocks  # address of the table, blocks of the cache
+        self._rings: dict[int, np.ndarray] = {}
 
     def set_rows(
         self, n_rows: int, position: np.ndarray, seq: np.ndarray, block_table: np.ndarray, hidden: np.ndarray
@@ -171,6 +173,8 @@ class AttnStep(ctypes.Structure):
         self.block_table = checked(block_table, _i32, (None, None), "AttnStep: block_table")
         self.n_sequences, self.table_stride = block_table.shape
         self.table = block_table
+        self._whole = self.block_table, self._whole[1]
+        self._rings.clear()
         self.n_rows = n_rows
 
     def set_states(self, state_of: np.ndarray, n_states: int, n_drafts: int) -> None:
@@ -179,6 +183,21 @@ class AttnStep(ctypes.Structure):
         if len(state_of) < self.n_sequences:
             raise NativeError(f"AttnStep: {len(state_of)} states for {self.n_sequences} sequences")
         self.keep_states, self.n_states, self.n_drafts = state_of, n_states, n_drafts
+        self._rings.clear()
+
+    def use_ring(self, n: int) -> None:
+        """The next calls' caches have ``n`` blocks of each state's sequence, used in turn; 0: those of the block table.
+
+        A row must see no position that a later one, of this step or of one before, has taken the place of.
+        """
+        if not n:
+            self.block_table, self.n_blocks = self._whole
+            return
+        table = self._rings.get(n)
+        if table is None:
+            first = self.keep_states[: self.n_sequences, None] * np.int32(n)
+            table = self._rings[n] = first + np.arange(self.table_stride, dtype=np.int32) % np.int32(n)
+        self.block_table, self.n_blocks = address(table), self.n_states * n
 
 
 check_struct(AttnLayer, "cb_attn_layer")

@@ -49,7 +49,7 @@ class MtpLayer:
         self.hidden = np.empty((max_rows, spec.hidden), np.float32)
         self._pair = np.empty((max_rows, 2 * spec.hidden), np.float32)
         self._half = np.empty((max_rows, spec.hidden), np.float32)
-        self._rows, [self._caches] = attention_step(spec.mtp_attention, config, self.x, kv_buf)
+        self._rows, [self._caches] = attention_step(spec.mtp_attention, config, self.x, kv_buf, is_mtp=True)
 
     def attend(
         self,

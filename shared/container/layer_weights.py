@@ -76,13 +76,13 @@ class DensePart:
 
 
 def attention_step(
-    layers: Sequence[Attention], config: GroupConfig, x: NDArray[np.float32], kv: object
+    layers: Sequence[Attention], config: GroupConfig, x: NDArray[np.float32], kv: object, *, is_mtp: bool = False
 ) -> tuple[AttnStep, list[LayerKv]]:
     """The rows of a step for these layers over x f32[N, D], and the addresses of each layer's caches.
 
     ``kv``: the buffer of the layers' KV segment; NativeError when it is too small for the group.
     """
-    layout = group_kv(layers, config)
+    layout = group_kv(layers, config, is_mtp=is_mtp)
     buffer = np.frombuffer(kv, np.uint8)  # type: ignore[call-overload]
     if buffer.nbytes < layout.total_bytes:
         raise NativeError(f"KV segment: {buffer.nbytes:,} bytes, {layout.n_blocks} blocks need {layout.total_bytes:,}")

@@ -7,6 +7,7 @@ CapacityError with the arithmetic. ``colibri-up`` starts the group with it, ``co
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -263,10 +264,11 @@ def _ledger(
         fixed.append(Line(SHARED, f"states of {n_sequences} sequences, each twice", state_bytes))
     rest = budget - sum(line.bytes for line in fixed) - min_slots * slot_bytes
 
-    def kv_lines(context: int) -> list[Line]:
+    def kv_lines(context: int, chunk: int) -> list[Line]:
         n_blocks = n_sequences * blocks_for(context)
         what = f"KV of {n_sequences} sequences x {context:,} tokens, {settings.kv_dtype}"
-        size = kv_layout(spec.main_attention, settings.kv_dtype, n_blocks, states).total_bytes - state_bytes
+        places = dataclasses.replace(states, step_rows=max(chunk, 1 + n_drafts))
+        size = kv_layout(spec.main_attention, settings.kv_dtype, n_blocks, places).total_bytes - state_bytes
         lines = [Line(SHARED, what, size)]
         if n_drafts:
             size = kv_layout(spec.mtp_attention, settings.kv_dtype, n_blocks, states).total_bytes
@@ -300,13 +302,14 @@ def _ledger(
         return lines
 
     context = settings.max_context or min(spec.max_context, DEFAULT_CONTEXT)
-    while not settings.max_context and context > _MIN_CONTEXT and sum_of(kv_lines(context)) > rest * _KV_SHARE:
+    most = settings.prefill_chunk or wanted_chunk
+    while not settings.max_context and context > _MIN_CONTEXT and sum_of(kv_lines(context, most)) > rest * _KV_SHARE:
         context = max(context // 2, _MIN_CONTEXT)
     chunk = settings.prefill_chunk or min(wanted_chunk, context)
     while not settings.prefill_chunk and chunk > _MIN_CHUNK and sum_of(work_lines(context, chunk)) > rest * _WORK_SHARE:
         chunk = max(chunk // 2, _MIN_CHUNK)
 
-    lines = [*fixed, *kv_lines(context), *work_lines(context, chunk)]
+    lines = [*fixed, *kv_lines(context, chunk), *work_lines(context, chunk)]
     n_slots = share_out_slots(
         lines,
         slot_bytes,

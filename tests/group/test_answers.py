@@ -16,7 +16,7 @@ import pytest
 from native.library import available_isas
 from shared.model.family import load_spec
 from shared.model.spec import ModelSpec
-from tests.group.harness import Group
+from tests.group.harness import Group, event_tokens
 from tests.oracle import MTP_ORACLES, ORACLES, oracle_array, oracle_dir
 from tests.support.ring import read_record
 from tests.support.sweeps import sparse
@@ -94,6 +94,24 @@ def chat(group: Group, **fields: Any) -> str:
     answer = group.post("/v1/chat/completions", body | fields)
     assert answer.status_code == 200, answer.text
     return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def test_states_outlive_every_service(converted: Converted, start_group: StartGroup) -> None:
+    """A kind of attention that keeps a state per sequence, in one answer with drafts: the tokens are those of a calm run. What a
+    step had written of a state when it was cut off is not read again."""
+    prompt = oracle_array("qwen3_5_moe", "prompt_ids").tolist()
+    group = start_group(converted("qwen3_5_moe", "int4"), draft=2, slots=40, max_context=512)
+    calm = group.tokens(prompt, 430, temperature=1, seed=3)
+    doomed, got, n_at_death = ["attention", "expert_io", "router"], [], -20
+    for event in group.stream(prompt, 430, temperature=1, seed=3):
+        assert "error" not in event, f"{event}\n{group.logs()}"
+        got += event_tokens(event)
+        if doomed and len(got) >= n_at_death + 40:
+            n_at_death = len(got)
+            group.kill(doomed.pop(0))
+            group.wait_ready()
+    assert not doomed, "all died while the answer was made"
+    assert got == calm
 
 
 def ask_together(group: Group, prompts: list[list[int]], n: int) -> list[list[int]]:

@@ -11,6 +11,7 @@ import pytest
 
 from native.library import available_isas, isa_current, isa_limit
 from shared.messages.router import DraftReady
+from shared.model.kv_layout import KV_BLOCK, group_kv
 from tests.oracle import MTP_ORACLES, ORACLES, oracle_array
 from tests.support.ring import Ring, read_record
 from tests.support.sweeps import sparse
@@ -250,6 +251,33 @@ def test_states_of_neighbours_and_of_former_sequences_do_not_mix(
     alone = [run(model, tmp_path, [p], 6, {})[0] for p in prompts]
     for variant in ({"max_sequences": 2}, {"max_sequences": 3, "n_drafts": 2, "prefill_chunk": 7}):
         assert run(model, tmp_path, prompts, 6, variant) == alone
+
+
+@pytest.mark.parametrize(("name", "context", "chunks"), [("gpt_oss", 256, (7, 60)), ("gemma4", 512, (60, 200))])
+def test_a_ring_of_blocks_holds_what_a_window_sees(
+    name: str, context: int, chunks: tuple[int, ...], converted: Converted, tmp_path: Path
+) -> None:
+    """A window of 8 positions behind hundreds: with long chunks a layer holds all, with short ones a ring of blocks, which is
+    overwritten. Also after the loss of attention in the middle of a chunk."""
+    model, long = converted(name, "int4"), (oracle_array(name, "prompt_ids").tolist() * 20)[: context - 20]
+    prompts, base = [long, long[::-1][: context // 2], long[3:9]], {"kv_dtype": "bf16", "max_context": context}
+    whole = run(model, tmp_path, prompts, 12, {**base, "prefill_chunk": context})
+    for chunk in chunks:
+        with Ring(model, tmp_path, **base, prefill_chunk=chunk) as ring:
+            assert any(
+                0 < layer.ring < context // KV_BLOCK for layer in group_kv(ring.spec.main_attention, ring.config).layers
+            )
+        assert run(model, tmp_path, prompts, 12, {**base, "prefill_chunk": chunk, "n_threads": 2}) == whole, chunk
+    for n_steps in (40, 90):
+        with Ring(model, tmp_path, prefill_chunk=chunks[-1], **base) as ring:
+            for i, each in enumerate(prompts):
+                ring.submit(f"r{i}", each, max_tokens=12, ignore_eos=True)
+            for _ in range(n_steps):
+                ring.step()
+            ring.kill("attention")
+            ring.start("attention")
+            ring.run()
+            assert [ring.answers[f"r{i}"].tokens for i in range(3)] == [tokens for tokens, _ in whole], n_steps
 
 
 def test_one_changed_weight_is_noticed(converted: Converted, tmp_path: Path) -> None:

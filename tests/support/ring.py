@@ -146,7 +146,7 @@ class Ring:
             "counters": SEGMENT_BYTES,
         }
         if config.n_drafts:
-            sizes["mtp_kv"] = group_kv(spec.mtp_attention, config).total_bytes
+            sizes["mtp_kv"] = group_kv(spec.mtp_attention, config, is_mtp=True).total_bytes
         for name, n_bytes in sizes.items():
             Segment.create(run_id, name, n_bytes).close()
         self._rng = random.Random(shuffle) if shuffle is not None else None

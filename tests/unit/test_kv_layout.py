@@ -11,7 +11,7 @@ from conversion.presets import preset_config
 from shared.container.format import PRECISIONS, plan_container, plan_facts
 from shared.model.attention.kind import Attention, SequenceState
 from shared.model.family import spec_of
-from shared.model.kv_layout import KV_BLOCK, KvLayout, StatePlaces, kv_layout
+from shared.model.kv_layout import KV_BLOCK, KvLayout, StatePlaces, blocks_for, kv_layout, ring_blocks
 from shared.planning.ledger import make_ledger
 from shared.run.config import Settings
 from tests.oracle import oracle_config
@@ -55,6 +55,36 @@ def mixed() -> tuple[Attention, ...]:
     grouped = spec_of(oracle_config("glm4_moe")).attention[0]
     recurrent = Recurrent(hidden=64, rms_eps=1e-6, n_values=5000, draft_values=300)
     return (recurrent, *spec.main_attention, recurrent, grouped)
+
+
+def test_a_layer_with_a_window_holds_the_window_and_a_step() -> None:
+    """Wherever in a block they begin: 1,024 positions and 512 rows touch 25 blocks at most."""
+    states = StatePlaces(n_sequences=3, step_rows=512)
+    assert ring_blocks(1024, states, 3 * 1000) == 25
+    first, last = 63, 63 + 1024 - 1 + 512 - 1
+    assert last // KV_BLOCK - first // KV_BLOCK + 1 == 25
+    assert ring_blocks(0, states, 3000) == 0, "no window"
+    assert ring_blocks(1024, states, 3 * 25) == 0, "the context is no longer"
+    assert ring_blocks(1024, StatePlaces(3), 3000) == 0
+    spec = spec_of(oracle_config("gpt_oss"))
+    whole, rings = (kv_layout(spec.main_attention, "bf16", 300, places) for places in (StatePlaces(3), states))
+    n_window = blocks_for(8 + 512) + 1
+    assert [layer.ring for layer in rings.layers] == [n_window, 0, n_window, 0]
+    rows = [2 * KV_BLOCK * layer.rows[0].n_values for layer in spec.main_attention]
+    assert whole.total_bytes - rings.total_bytes == pytest.approx(2 * (300 - 3 * n_window) * rows[0], abs=4096 * 4)
+
+
+def test_windows_are_in_the_ledger() -> None:
+    """A longer context costs where all positions are seen."""
+    spec = spec_of({**oracle_config("gpt_oss"), "max_position_embeddings": 1 << 20})
+    facts = plan_facts(spec, plan_container(spec, PRECISIONS["int4"]))
+
+    def kv_bytes(context: int) -> int:
+        made = make_ledger(spec, facts, Settings(max_context=context, max_sequences=1, prefill_chunk=64), 2 << 30)
+        return sum(line.bytes for line in made.lines if line.what.startswith("KV of"))
+
+    grown = kv_bytes(64_000) - kv_bytes(32_000)
+    assert grown == pytest.approx(2 * 32_000 * 2 * spec.attention[1].rows[0].n_values, rel=0.01)
 
 
 ITEMS = {"f32": lambda n: 4 * n, "bf16": lambda n: 2 * n, "int8": lambda n: n + 2 * -(-n // 64)}

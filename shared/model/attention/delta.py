@@ -168,6 +168,7 @@ class DeltaKernel:
         self._layer = layer
 
     def run(self, pool: Pool, step: AttnStep, caches: LayerKv) -> None:
+        step.use_ring(caches.ring)
         step.state, step.records = caches.state, caches.drafts
         delta_forward(pool, self._layer, step)
 

@@ -102,6 +102,10 @@ class Grouped(Attention, frozen=True, kw_only=True):
         return (PositionRows("keys and values", 2 * self.kv_width),)
 
     @property
+    def reach(self) -> int:
+        return self.window
+
+    @property
     def weights_per_row(self) -> int:
         n_queries = 3 if self.has_gate else 2
         return self.hidden * (n_queries * self.q_width + (2 if self.has_values else 1) * self.kv_width)
@@ -205,6 +209,7 @@ class GroupedKernel:
         self._layer = layer
 
     def run(self, pool: Pool, step: AttnStep, caches: LayerKv) -> None:
+        step.use_ring(caches.ring)
         step.kv, step.index_k = caches.rows[0], None
         gqa_forward(pool, self._layer, step)
 

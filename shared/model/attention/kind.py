@@ -44,16 +44,20 @@ class SequenceState(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class LayerKv:
-    """Byte offsets of one layer in its segment: one per entry of ``Attention.rows``; None where it keeps no state."""
+    """Byte offsets of one layer in its segment: one per entry of ``Attention.rows``; None where it keeps no state.
+
+    ``ring``: blocks of each sequence that are used in turn, where a window ends; 0: every position has its own place.
+    """
 
     rows: tuple[int, ...]
     state: int | None = None
     drafts: int | None = None
+    ring: int = 0
 
     def at(self, start: int) -> LayerKv:
         """The same as addresses, the segment being at ``start``."""
         state, drafts = (None if offset is None else start + offset for offset in (self.state, self.drafts))
-        return LayerKv(tuple(start + offset for offset in self.rows), state, drafts)
+        return LayerKv(tuple(start + offset for offset in self.rows), state, drafts, self.ring)
 
 
 class AttentionKernel(Protocol):
@@ -89,6 +93,11 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     def rows(self) -> tuple[PositionRows, ...]:
         """What is cached of every position."""
         return ()
+
+    @property
+    def reach(self) -> int:
+        """Positions that a row sees, its own included; 0: all."""
+        return 0
 
     @property
     def kv_dtypes(self) -> tuple[str, ...]:

@@ -247,6 +247,7 @@ class LatentKernel:
         self._layer = layer
 
     def run(self, pool: Pool, step: AttnStep, caches: LayerKv) -> None:
+        step.use_ring(caches.ring)
         step.kv = caches.rows[0]
         step.index_k = caches.rows[1] if len(caches.rows) > 1 else None
         attn_forward(pool, self._layer, step)
