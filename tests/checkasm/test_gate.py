@@ -106,7 +106,7 @@ def test_gate_bits(rung: Rung, ref: Rung, case: tuple[int, int, int, int, bool, 
 
 
 @pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("case", [(64, 8), (17, 3), (128, 8)], ids=str)
+@pytest.mark.parametrize("case", [(64, 8), (17, 3), (128, 8), (64, 1)], ids=str)
 def test_softmax_with_biased_logits_and_scaled_experts(rung: Rung, case: tuple[int, int], norm: bool) -> None:
     """Against float64, the same bits on every rung and with any neighbours; each of the vectors must matter."""
     experts, k = case

@@ -97,8 +97,8 @@ def chat(group: Group, **fields: Any) -> str:
 
 
 def test_states_outlive_every_service(converted: Converted, start_group: StartGroup) -> None:
-    """A kind of attention that keeps a state per sequence, in one answer with drafts: the tokens are those of a calm run. What a
-    step had written of a state when it was cut off is not read again."""
+    """A kind of attention that keeps a state per sequence, in one answer with drafts: the tokens are those of a calm run. What
+    a step had written of a state when it was cut off is not read again."""
     prompt = oracle_array("qwen3_5_moe", "prompt_ids").tolist()
     group = start_group(converted("qwen3_5_moe", "int4"), draft=2, slots=40, max_context=512)
     calm = group.tokens(prompt, 430, temperature=1, seed=3)
