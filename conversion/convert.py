@@ -193,7 +193,8 @@ class Conversion:
         tensors = self.checkpoint.tensors
         # A config.json may call for more tensors than memory has room for; those of the shards can't be more than there are.
         wanted = set(itertools.islice(self._wanted_names(), 2 * len(tensors)))
-        found = find_foreign({name: tensor.entry for name, tensor in tensors.items()}, wanted)
+        used = {name: tensor.entry for name, tensor in tensors.items() if not self._is_ignored(name)}
+        found = find_foreign(used, wanted)
         if found:
             raise ContainerError(
                 f"{self.checkpoint.where(found.tensor)}: this checkpoint is in a layout that is not understood: {found.what}. "
@@ -393,7 +394,15 @@ class Conversion:
         ]  # fmt: skip
         names = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")
         parts += [(name, (width,)) for name, width in zip(names, layer.layout.bias_widths)]
-        return [self.names.expert(layer.layer, expert, layer.n_experts, part, shape) for part, shape in parts]
+        return [self._expert_source(layer, expert, part, shape) for part, shape in parts]
+
+    def _expert_source(self, layer: ExpertFilePlan, expert: int, part: str, shape: tuple[int, ...]) -> Source:
+        """Families that stack their experts are also published one by one (in fp8, for one)."""
+        source = self.names.expert(layer.layer, expert, layer.n_experts, part, shape)
+        if source.index is None or source.name in self.checkpoint:
+            return source
+        single = f"{self.names.tensor(f'model.layers.{layer.layer}.')}mlp.experts.{expert}.{part}"
+        return Source(single, shape) if single in self.checkpoint else source
 
     def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> Any:
         layer, expert = source

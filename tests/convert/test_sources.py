@@ -679,3 +679,32 @@ def test_the_image_tower_is_left_out_and_an_equal_head_is_none_of_its_own(tmp_pa
     write_checkpoint(source, oracle_config("gemma4"), {"model.safetensors": {**tensors, **tower}})
     with pytest.raises(ContainerError, match="audio_tower"):
         Conversion(source, "f32")
+
+
+def test_experts_one_by_one_are_those_of_the_stack(converted: Converted, tmp_path: Path) -> None:
+    """Of the main layers and of the MTP layer, as repositories in fp8 have them."""
+    tensors: dict[str, Raw] = {}
+    for name, (dtype, shape, data) in read_tensors(oracle_dir("qwen3_5_moe")).items():
+        if ".mlp.experts." not in name:
+            tensors[name] = (dtype, shape, data)
+            continue
+        prefix, _, part = name.rpartition(".")
+        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
+        n_bytes, one = len(data) // (shape[0] * len(names)), (shape[1] // len(names), shape[2])
+        for i in range(shape[0] * len(names)):
+            key = f"{prefix}.{i // len(names)}.{names[i % len(names)]}.weight"
+            tensors[key] = (dtype, one, data[i * n_bytes : (i + 1) * n_bytes])
+    source = write_checkpoint(tmp_path / "in", oracle_config("qwen3_5_moe"), {"model.safetensors": tensors})
+    Conversion(source, "int4").run(tmp_path / "out")
+    assert same_weights(tmp_path / "out", converted("qwen3_5_moe", "int4"))
+    tensors.pop("mtp.layers.0.mlp.experts.5.up_proj.weight")
+    refused(write_checkpoint(source, oracle_config("qwen3_5_moe"), {"model.safetensors": tensors}), "mtp.layers.0")
+
+
+def test_a_model_without_its_mtp_layer_under_names_of_its_own(converted: Converted, tmp_path: Path) -> None:
+    """--no-mtp leaves it out of the tensors and of config.json, wherever that says so."""
+    Conversion(oracle_dir("qwen3_5_moe"), "int4", has_mtp=False).run(tmp_path / "out")
+    container = Container.open(tmp_path / "out")
+    assert (container.spec.n_mtp, len(container.experts)) == (0, 4)
+    for file in container.experts.values():
+        assert file.path.read_bytes() == (converted("qwen3_5_moe", "int4") / file.path.name).read_bytes()
