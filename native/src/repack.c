@@ -149,24 +149,41 @@ static void repack_weights(const cb_repack_matrix *m, const uint8_t *raw, char *
     }
 }
 
+/* Those of a row, f32: into every CB_TILE_ROWS-th place, `n_each` groups of 64 alike. False: one has no f16. */
+static bool round_scales(const cb_repack_matrix *m, const char *row, int64_t n_each, int64_t groups, char *to)
+{
+    uint32_t worst = 0;
+    for (int64_t g = 0, i = 0; g < groups; i++) {
+        uint16_t h = f32_f16(scale_at(row, m->is_f16, i));
+        worst |= (h & 0x7c00u) == 0x7c00u;
+        for (int64_t end = g + n_each < groups ? g + n_each : groups; g < end; g++)
+            memcpy(to + g * CB_TILE_ROWS * 2, &h, 2);
+    }
+    return !worst;
+}
+
 static int repack_scales(const cb_repack_matrix *m, const char *raw, char *to)
 {
     int64_t groups = cb_groups(m->in), per_row = m->group ? CB_CEIL(m->in, m->group) : 1;
-    for (int64_t o = 0; o < cb_blocks(m->out) * CB_TILE_ROWS; o++) {
-        if (m->format == CB_Q8) {
+    int64_t n_each = m->group ? m->group / CB_GROUP : groups, row_bytes = per_row * (m->is_f16 ? 2 : 4);
+    int64_t rows = cb_blocks(m->out) * CB_TILE_ROWS;
+    if (m->format == CB_Q8) {
+        for (int64_t o = 0; o < rows; o++) {
             float s = o < m->out ? scale_at(raw, m->is_f16, o) : 0.0f;
             if ((cb_f32_bits(s) & 0x7f800000u) == 0x7f800000u)
                 return CB_ENONFINITE;
             memcpy(to + 4 * o, &s, 4);
-            continue;
         }
-        char *block = to + o / CB_TILE_ROWS * CB_TILE_ROWS * groups * 2;
-        for (int64_t g = 0; g < groups; g++) {
-            int64_t i = o * per_row + (m->group ? g * CB_GROUP / m->group : 0);
-            uint16_t h = o < m->out ? f32_f16(scale_at(raw, m->is_f16, i)) : 0;
-            if ((h & 0x7c00u) == 0x7c00u)
+        return CB_OK;
+    }
+    for (int64_t o = 0; o < rows; o++) {
+        char *first = to + (o / CB_TILE_ROWS * groups * CB_TILE_ROWS + o % CB_TILE_ROWS) * 2;
+        if (o < m->out) {
+            if (!round_scales(m, raw + o * row_bytes, n_each, groups, first))
                 return CB_ENONFINITE;
-            memcpy(block + (g * CB_TILE_ROWS + o % CB_TILE_ROWS) * 2, &h, 2);
+        } else {
+            for (int64_t g = 0; g < groups; g++)
+                memset(first + g * CB_TILE_ROWS * 2, 0, 2);
         }
     }
     return CB_OK;

@@ -307,9 +307,31 @@ def test_a_server_that_knows_no_ranges_and_one_that_lists_names_alone(
         assert conversion.without_checksum == SHARDS
 
 
-def test_a_slow_server(hub: HubServer, converted: Converted, tmp_path: Path) -> None:
+def test_a_slow_server(hub: HubServer, converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow is waited for; silent is asked again, where it was."""
     hub.faults = {(SHARDS[1], 1): Fault(drop_s=0.003)}
-    fetch(hub, tmp_path / "out")
+    fetch(hub, tmp_path / "a")
+    assert_same(tmp_path / "a", converted(NAME, PRECISION))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    hub.faults = {(SHARDS[1], 3): Fault(drop_s=1.0)}
+    fetch(hub, tmp_path / "b")
+    assert_same(tmp_path / "b", converted(NAME, PRECISION))
+    hub.always = {SHARDS[1]: Fault(drop_s=1.0)}
+    with pytest.raises(DownloadError, match="3 tries in a row brought nothing: the server does not answer in time"):
+        fetch(hub, tmp_path / "c")
+
+
+def test_large_files_from_another_server(
+    hub: HubServer, converted: Converted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token is for the hub alone."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with HubServer(hub.directory) as storage:
+        hub.needs_token, hub.redirect_to = True, storage.endpoint.replace("127.0.0.1", "localhost")
+        storage.faults = {(SHARDS[2], 1): Fault(cut=70_000)}
+        fetch(hub, tmp_path / "out")
+        assert hub.authorizations == {f"Bearer {TOKEN}"} and storage.authorizations == {""}
+        assert [sent.start for sent in storage.log if sent.file == SHARDS[2]] == [0, 0, 70_000]
     assert_same(tmp_path / "out", converted(NAME, PRECISION))
 
 

@@ -61,6 +61,10 @@ class HubServer:
     on_bytes: Callable[[int], None] = lambda _: None
     """Told of the bytes of shards that were sent so far, now and then."""
     log: list[Sent] = field(default_factory=list)
+    redirect_to: str = ""
+    """Where large files are really had from, as at the hub: another server."""
+    authorizations: set[str] = field(default_factory=set)
+    """What requests for files came with."""
     refusals: dict[str, Fault] = field(default_factory=dict)
     """Beginning of a path -> the answer to everything below it."""
 
@@ -174,6 +178,12 @@ def _handler_of(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         def _send_file(self, name: str, has_body: bool) -> None:
             path = hub.directory / name
             data = path.read_bytes()
+            hub.authorizations.add(self.headers.get("Authorization", ""))
+            if hub.redirect_to and path.suffix == ".safetensors":
+                self.send_response(302)
+                self.send_header("Location", hub.redirect_to + self.path)
+                self.send_header("Content-Length", "0")
+                return self.end_headers()
             fault = hub.fault_of(name) if has_body else Fault()
             if fault.status:
                 return self._refuse(fault)
