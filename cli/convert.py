@@ -10,9 +10,10 @@ import click
 from cli.options import PATH, PATH_TEXT
 from cli.show import Bars, progress
 from conversion.convert import VERSION, Conversion
+from conversion.gguf.kept import AS_IT_IS
 from shared.container.format import DEFAULT_PRECISION, INDEX_NAME, PRECISIONS
 from shared.container.reader import Container
-from shared.container.recognise import is_hub_name
+from shared.container.recognise import is_gguf, is_hub_name
 from shared.run.terminal import say
 
 if TYPE_CHECKING:
@@ -24,16 +25,15 @@ if TYPE_CHECKING:
 @click.argument("out", metavar="OUT", type=PATH)
 @click.option(
     "--precision",
-    type=click.Choice(list(PRECISIONS)),
-    default=DEFAULT_PRECISION,
-    show_default=True,
-    help="int4: experts and projections with one scale per 64 inputs, embedding, head and MTP layer int8.",
+    type=click.Choice([*PRECISIONS, AS_IT_IS]),
+    help=f"{DEFAULT_PRECISION}, the usual one: experts and projections with one scale per 64 inputs, embedding, head and MTP "
+    f"layer int8. {AS_IT_IS}, for GGUF files alone and what they get: Q8_0, Q4_0 and MXFP4 are not rounded again.",
 )
 @click.option(
     "--mtp/--no-mtp", "has_mtp", default=True, help="--no-mtp leaves the MTP layer out: the same text, but no drafts."
 )
 @click.option("--threads", type=click.IntRange(1, 64), default=2, show_default=True, help="Threads that pack experts.")
-def command(source: str, out: Path, precision: str, has_mtp: bool, threads: int) -> None:
+def command(source: str, out: Path, precision: str | None, has_mtp: bool, threads: int) -> None:
     """Convert a checkpoint (f32, bf16, f16 or fp8 block-128) to a container in OUT.
 
     HF_DIR is a directory. Of a model in several GGUF files one is given, X-00001-of-0000N.gguf. hf:ORG/NAME is fetched from the
@@ -42,6 +42,8 @@ def command(source: str, out: Path, precision: str, has_mtp: bool, threads: int)
 
     Interrupted at any moment, the same command goes on where it stopped. A finished container is never overwritten.
     """
+    if precision is None:
+        precision = AS_IT_IS if not is_hub_name(source) and is_gguf(Path(source)) else DEFAULT_PRECISION
     if is_hub_name(source):
         _from_the_hub(source, out, precision, has_mtp, threads)
         return
@@ -52,6 +54,8 @@ def command(source: str, out: Path, precision: str, has_mtp: bool, threads: int)
     total = conversion.plan.dense_bytes + conversion.plan.expert_bytes
     with progress("converting", total) as advance:
         index = conversion.run(out, advance, threads)
+    if conversion.losses is not None:
+        say(f"weights: {conversion.losses.describe()}")
     say(f"wrote {out} (fingerprint {index.fingerprint})")
 
 

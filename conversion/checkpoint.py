@@ -270,6 +270,10 @@ class Checkpoint:
             values: F32 = np.ldexp(plain.reshape(*scales.shape, FP4_GROUP), scales.astype(np.int32)[..., None] - 127)
         return values.reshape(*scales.shape[:-1], -1)
 
+    def kept_rows(self, name: str, fmt: str, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
+        """Of a tensor in blocks: codes and scales of ``fmt``. Checkpoints of safetensors have none."""
+        raise NotImplementedError
+
     def row_chunks(self, name: str, n_rows: int) -> Iterator[F32]:
         for start in range(0, self.shape(name)[0], n_rows):
             yield self.rows(name, start, start + n_rows)

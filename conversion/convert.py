@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ import msgspec
 import numpy as np
 
 from conversion.checkpoint import BLOCKS_SUFFIX, SCALES_SUFFIX, Checkpoint
+from conversion.gguf.kept import AS_IT_IS, formats_of, is_held
 from conversion.layouts import SCALE_SUFFIX, find_foreign
 from conversion.names import HubNames
 from conversion.sources import COPY_LIMIT_BYTES, open_source
@@ -28,6 +30,7 @@ from shared.container.checksum import checksum
 from shared.container.format import (
     INDEX_NAME,
     PRECISIONS,
+    ROLES,
     ContainerPlan,
     Converter,
     DenseItem,
@@ -35,9 +38,9 @@ from shared.container.format import (
     Index,
     plan_container,
 )
-from shared.container.pack import F32, pack_matrix, quantise_rows, to_bf16
+from shared.container.pack import F32, SCALED, pack_codes, pack_matrix, quantise_rows, to_bf16, unpack_matrix
 from shared.container.reader import TOKENIZER_NAME, Container, no_tokenizer
-from shared.container.recognise import why_no_checkpoint
+from shared.container.recognise import is_gguf, why_no_checkpoint
 from shared.errors import ConfigError, ContainerError
 from shared.files import read_file
 from shared.model.config_reader import MTP_KEYS
@@ -65,8 +68,10 @@ class Conversion:
     def __init__(
         self, source: Path, precision: str, *, has_mtp: bool = True, checkpoint: Checkpoint | None = None
     ) -> None:
-        if precision not in PRECISIONS:
-            raise ConfigError(f"--precision must be one of {', '.join(PRECISIONS)}, found {precision!r}.")
+        known = [*PRECISIONS, *([AS_IT_IS] if checkpoint is None and is_gguf(source) else [])]
+        if precision not in known:
+            what = f" ({AS_IT_IS} is for GGUF files)" if precision == AS_IT_IS else ""
+            raise ConfigError(f"--precision must be one of {', '.join(known)}, found {precision!r}{what}.")
         if (source / INDEX_NAME).exists():
             raise ContainerError(f"{source} is already a container; give the directory of the original checkpoint.")
         if is_c_engine(source):
@@ -79,13 +84,16 @@ class Conversion:
         self.source, self.precision, self.has_mtp = source, precision, has_mtp
         found = open_source(source, has_mtp=has_mtp, checkpoint=checkpoint)
         self.spec, self.names, self.checkpoint, self.copied = found.spec, found.names, found.checkpoint, found.copied
-        self.plan: ContainerPlan = plan_container(self.spec, PRECISIONS[precision])
+        self.plan: ContainerPlan = plan_container(self.spec, PRECISIONS.get(precision, PRECISIONS["f32"]))
+        self.losses = Losses() if precision == AS_IT_IS else None
         self._digests: dict[tuple[str, ...], str] = {}
         self.copies: list[tuple[str, str]] = []
         """Tensors that are left out because they equal another one: (copy, original)."""
         if isinstance(self.names, HubNames):
             self._refuse_foreign_layouts()
         self._check_tensors()
+        if precision == AS_IT_IS:
+            self.plan = plan_container(self.spec, formats_of(self._types(), ROLES))
         if checkpoint is None:
             for pair in self.copies:
                 self.require_equal(*pair)
@@ -302,6 +310,25 @@ class Conversion:
             item = msgspec.structs.replace(item, name=EMBEDDING)
         return self.names.dense(item)
 
+    def _types(self) -> dict[str, set[str]]:
+        """Of each role, what its matrices are in."""
+        found: dict[str, set[str]] = {}
+        for file in self.plan.dense:
+            for item in file.items:
+                if item.kind != "vector":
+                    found.setdefault(item.role, set()).add(self._dtype(self._source(item)))
+        for layer in self.plan.experts:
+            role = "expert" if layer.layer < self.spec.n_layers else "mtp"
+            found.setdefault(role, set()).update(self._dtype(part) for part in self._expert_sources(layer, 0)[:3])
+        return found
+
+    def _dtype(self, source: Source) -> str:
+        return self.checkpoint.tensors[source.name].entry.dtype
+
+    def _is_kept(self, source: Source, fmt: str) -> bool:
+        """Whether a matrix's codes are stored as they are."""
+        return self.losses is not None and not source.is_transposed and is_held(self._dtype(source), fmt)
+
     # ---- making ---------------------------------------------------------------------------------------------------
 
     def dense_pieces(self, item: DenseItem) -> Iterator[F32]:
@@ -323,6 +350,17 @@ class Conversion:
         name = self.names.tensor(EMBEDDING)
         return np.concatenate([self.checkpoint.rows(name, i, i + 1) for i in ids])
 
+    def _kept_pieces(self, item: DenseItem) -> Iterator[tuple[Any, Any]]:
+        """As ``dense_pieces``, codes and scales."""
+        source, read = self._source(item), self.checkpoint.kept_rows
+        if source.n_rows:
+            starts = [i * source.stride + source.start for i in range(item.stack)]
+            yield from (read(source.name, item.format, at, at + source.n_rows) for at in starts)
+            return
+        step = chunk_rows(item.shape[1])
+        for start in range(0, item.shape[0], step):
+            yield read(source.name, item.format, start, start + step)
+
     def expert_matrices(self, layer: ExpertFilePlan, expert: int) -> Iterator[tuple[str, F32]]:
         """(name, values f32[out, in]) of an expert's gate, up and down projection, unrounded."""
         for source in self._expert_sources(layer, expert)[:3]:
@@ -342,8 +380,8 @@ class Conversion:
         """A whole tensor, or its rows that belong to one expert."""
         if source.index is None:
             return self.checkpoint.rows(source.name)
-        values: F32 = self.checkpoint.rows(source.name, source.index, source.index + 1)[0]
-        return np.ascontiguousarray(values[source.start :: source.step][: source.n_rows or None])
+        values: F32 = _rows_of(source, self.checkpoint.rows(source.name, source.index, source.index + 1)[0])
+        return values
 
     def make_dense(self, items: Sequence[DenseItem]) -> Iterator[Iterator[Any]]:
         """The bytes of some items, in pieces: what a ``ContainerWriter`` wants."""
@@ -358,13 +396,24 @@ class Conversion:
                         raise ValueError("a value is NaN or infinite")
                     yield vector
             elif item.kind == "table":
-                yield from table_chunks(pieces, item.format)
+                yield from table_chunks(self._watched(item, pieces), item.format)
+            elif self._is_kept(self._source(item), item.format):
+                yield from pack_chunks(self._kept_pieces(item), item.format)
             else:
-                yield from pack_chunks(pieces, item.format)
+                yield from pack_chunks(self._watched(item, pieces), item.format)
         except ValueError as error:
             raise ContainerError(
                 f"{self.source}: tensor {self._source(item).name!r} can't be converted: {error}."
             ) from None
+
+    def _watched(self, item: DenseItem, pieces: Iterator[F32]) -> Iterator[F32]:
+        """The same pieces, with what their format takes of them noted."""
+        for values in pieces:
+            if self.losses is not None and item.format in SCALED:
+                weight, scale = pack_matrix(values, item.format)
+                self.losses.add(item.role, self._dtype(self._source(item)), values,
+                                unpack_matrix(weight, scale, item.format, *values.shape))  # fmt: skip
+            yield values
 
     def _stacked(self, item: DenseItem, source: Source) -> Iterator[F32]:
         """The matrices of a stack, each from rows of its own."""
@@ -407,12 +456,50 @@ class Conversion:
     def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> Any:
         layer, expert = source
         matrices = []
-        for name, values in self.expert_matrices(layer, expert):
+        for part in self._expert_sources(layer, expert)[:3]:
             try:
-                matrices.append(pack_matrix(values, layer.layout.format))
+                matrices.append(self._packed(layer, part))
             except ValueError as error:
-                raise ContainerError(f"{self.source}: tensor {name!r} can't be converted: {error}.") from None
+                raise ContainerError(f"{self.source}: tensor {part.name!r} can't be converted: {error}.") from None
         return expert_record(layer, matrices, [values for _, values in self.expert_biases(layer, expert)])
+
+    def _packed(self, layer: ExpertFilePlan, part: Source) -> Any:
+        """(weight, scale) of one of an expert's matrices."""
+        fmt = layer.layout.format
+        if self._is_kept(part, fmt) and part.index is not None:
+            codes, scales = self.checkpoint.kept_rows(part.name, fmt, part.index, part.index + 1)
+            return pack_codes(_rows_of(part, codes[0]), _rows_of(part, scales[0]), fmt)
+        values = self._values(part)
+        weight, scale = pack_matrix(values, fmt)
+        if self.losses is not None and fmt in SCALED:
+            role = "expert" if layer.layer < self.spec.n_layers else "mtp"
+            self.losses.add(role, self._dtype(part), values, unpack_matrix(weight, scale, fmt, *values.shape))
+        return weight, scale
+
+
+class Losses:
+    """What roundings took of matrices, by role: the root mean square of the error beside that of the values."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[float, float, frozenset[str]]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, role: str, dtype: str, values: F32, stored: F32) -> None:
+        error = float(np.square(stored - values, dtype=np.float64).sum())
+        square = float(np.square(values, dtype=np.float64).sum())
+        with self._lock:
+            e, s, types = self._sums.get(role, (0.0, 0.0, frozenset()))
+            self._sums[role] = (e + error, s + square, types | {dtype})
+
+    def describe(self) -> str:
+        """A sentence."""
+        if not self._sums:
+            return "no weight was rounded"
+        parts = [
+            f"{role} {100 * (e / s) ** 0.5 if s else 0.0:.2g} % ({', '.join(sorted(types))})"
+            for role, (e, s, types) in sorted(self._sums.items())
+        ]
+        return f"rounded once more, relative root mean square of the error: {', '.join(parts)}; others are as they were"
 
 
 class Ahead:
@@ -453,11 +540,19 @@ def expert_record(layer: ExpertFilePlan, matrices: Any, biases: Sequence[F32] = 
     return record
 
 
-def pack_chunks(chunks: Iterator[F32], fmt: str) -> Iterator[Any]:
-    """Packed weights of matrices (or of row pieces of one) as they come, all scales at the end."""
+def _rows_of(source: Source, entry: Any) -> Any:
+    """Those of an expert's rows that belong to one matrix."""
+    return np.ascontiguousarray(entry[source.start :: source.step][: source.n_rows or None])
+
+
+def pack_chunks(chunks: Iterator[Any], fmt: str) -> Iterator[Any]:
+    """Packed weights of matrices (or of row pieces of one) as they come, all scales at the end.
+
+    Chunks: f32[rows, in], or what ``pack_codes`` takes, codes and scales.
+    """
     scales = []
     for chunk in chunks:
-        weight, scale = pack_matrix(chunk, fmt)
+        weight, scale = pack_codes(chunk[0], chunk[1], fmt) if isinstance(chunk, tuple) else pack_matrix(chunk, fmt)
         if scale is not None:
             scales.append(scale)
         yield weight

@@ -17,6 +17,7 @@ import numpy as np
 from conversion.checkpoint import Checkpoint, FileState
 from conversion.gguf.architectures import Facts, GgufNames, config_of, joined_heads
 from conversion.gguf.header import GgufHeader, gguf_header_of, type_sizes
+from conversion.gguf.kept import codes_of
 from conversion.gguf.vocabulary import documents_of, end_ids
 from shared.container.pack import F32, U8, from_bf16
 from shared.container.safetensors_file import FileHeader
@@ -118,6 +119,13 @@ class GgufCheckpoint(Checkpoint):
         first = start // head * head
         raw = self._raw(name, first, min(-(-stop // head) * head, n))
         return np.ascontiguousarray(raw[_turned_back(np.arange(start, stop), head) - first])
+
+    def kept_rows(self, name: str, fmt: str, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
+        """Codes and scales of a type that ``fmt`` holds (``is_held``), nothing rounded. ContainerError: impossible scales."""
+        try:
+            return codes_of(self.blocks(name, start, stop), self.tensors[name].entry.dtype, fmt)
+        except ValueError as error:
+            raise ContainerError(f"{self.where(name)} can't be converted: {error}.") from None
 
     def _raw(self, name: str, start: int, stop: int) -> U8:
         entry = self.tensors[name].entry
