@@ -1,4 +1,4 @@
-"""``colibri inspect``: what a container holds, for people and as JSON."""
+"""``colibri inspect``: what a container or a GGUF file holds, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ import msgspec
 from cli.options import PATH, PATH_TEXT
 from cli.show import Column, Table, show
 from shared.container.reader import Container
+from shared.container.recognise import is_gguf
 from shared.run.terminal import say, say_json
 
 
 @click.command("inspect")
-@click.argument("directory", type=PATH)
+@click.argument("directory", metavar="MODEL|FILE.gguf", type=PATH)
 @click.option(
     "--mirror", "mirrors", multiple=True, metavar="DIR", type=PATH_TEXT, help="Expert files may also lie in DIR."
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable.")
 def command(directory: Path, mirrors: tuple[str, ...], as_json: bool) -> None:
-    """Show the model, the precision and the files of the container in DIRECTORY. Headers are checked, weights are not read."""
+    """Show the model, the precision and the files of the container MODEL. Headers are checked, weights are not read.
+
+    Of FILE.gguf: what it is, and what `colibri convert` makes of it.
+    """
+    if is_gguf(directory):
+        _inspect_gguf(directory, as_json)
+        return
     container = Container.open(directory, mirrors)
     facts = describe(container)
     if as_json:
@@ -50,6 +57,45 @@ def command(directory: Path, mirrors: tuple[str, ...], as_json: bool) -> None:
         ("converter", f"{container.converter.version} {container.converter.arguments}"),
     ]
     for note in container.notes:
+        say(f"note: {note}")
+    show([Table((Column("", 20, False), Column("", 0, False, " ")), rows, has_head=False)])
+
+
+def _inspect_gguf(path: Path, as_json: bool) -> None:
+    from conversion.convert import Conversion
+    from conversion.gguf.kept import AS_IT_IS
+
+    conversion = Conversion(path, AS_IT_IS)
+    spec, plan = conversion.spec, conversion.plan
+    types = Counter(tensor.entry.dtype for tensor in conversion.checkpoint.tensors.values())
+    facts = {
+        "path": str(path),
+        "files": sorted(conversion.checkpoint.files),
+        "family": spec.family,
+        "spec": msgspec.to_builtins(spec),
+        "types": dict(types),
+        "n_parameters": conversion.n_parameters,
+        "copied": sorted(conversion.copied),
+        "kept_precision": plan.precision,
+        "kept_bytes": plan.dense_bytes + plan.expert_bytes,
+    }
+    if as_json:
+        say_json(facts, indent=1)
+        return
+    rows = [
+        ("format", f"GGUF, {len(conversion.checkpoint.files)} files"),
+        ("family", f"{spec.family}, {spec.n_layers} layers{' + MTP layer' if spec.n_mtp else ''}"),
+        ("hidden / vocabulary", f"{spec.hidden:,} / {spec.vocab:,}"),
+        ("experts", f"{spec.n_experts} a layer, {spec.gate_k} chosen, inner {spec.expert_inner:,}"),
+        ("context", f"{spec.max_context:,}"),
+        ("end ids", ", ".join(map(str, spec.eos_ids)) or "none"),
+        ("types", ", ".join(f"{n} x {name}" for name, n in types.most_common())),
+        ("parameters", f"{conversion.n_parameters:,}"),
+        ("becomes", ", ".join(f"{role} {fmt}" for role, fmt in plan.precision.items())),
+        ("of", f"{facts['kept_bytes']:,} bytes (colibri convert {path} OUT)"),
+        ("beside the weights", ", ".join(sorted(conversion.copied))),
+    ]
+    for note in conversion.notes():
         say(f"note: {note}")
     show([Table((Column("", 20, False), Column("", 0, False, " ")), rows, has_head=False)])
 

@@ -144,6 +144,11 @@ class Conversion:
             except ContainerError as error:
                 return [f"{error} No group starts with it as it is."]
             return []
+        if not isinstance(self.names, HubNames):
+            return [
+                f"{self.source} has no vocabulary: requests must give token ids, text is refused. Copy the model's "
+                f"{TOKENIZER_NAME} (and tokenizer_config.json) into the container."
+            ]
         other = next((name for name in _OTHER_TOKENIZERS if name in self.copied), None)
         return [no_tokenizer(self.source) + (f" Its {other} is not read." if other else "")]
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
+from cli.main import cli
 from conversion.convert import Conversion
 from conversion.gguf.kept import AS_IT_IS
 from shared.container.reader import Container
@@ -75,6 +77,25 @@ def test_vocabulary_becomes_the_files_of_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
     assert (tmp_path / "out/additional_chat_templates/tool_use.jinja").read_text() == "{{ tools }}"
     assert Container.open(tmp_path / "out").spec.eos_ids == (257,)
+
+
+def test_inspect_and_convert_by_command(tmp_path: Path) -> None:
+    """A GGUF file gets its own precision unless another is asked for; a damaged one is a sentence, code 78."""
+    path, out = tmp_path / "model.gguf", tmp_path / "out"
+    metadata, tensors = small()
+    raw = np.random.default_rng(2).integers(0, 30, (260, 34), np.uint8)
+    path.write_bytes(build(metadata, {**tensors, "output.weight": Data("Q8_0", (260, 32), raw.tobytes())}))
+    found = CliRunner().invoke(cli, ["inspect", str(path), "--json"])
+    facts = json.loads(found.output)
+    assert facts["family"] == "mixtral" and facts["types"] == {"F32": 12, "Q8_0": 1}
+    assert facts["kept_precision"]["head"] == "q8g32" and "tokenizer.json" in facts["copied"]
+    said = CliRunner().invoke(cli, ["inspect", str(path)]).output
+    assert "GGUF" in said and "12 x F32, 1 x Q8_0" in said
+    said = CliRunner().invoke(cli, ["convert", str(path), str(out)]).output
+    assert "no weight was rounded" in said and Container.open(out).precision["head"] == "q8g32"
+    path.write_bytes(path.read_bytes()[:-64])
+    broken = CliRunner().invoke(cli, ["inspect", str(path)])
+    assert isinstance(broken.exception, ContainerError) and "truncated" in str(broken.exception)
 
 
 def test_pieces_with_scores(tmp_path: Path) -> None:
