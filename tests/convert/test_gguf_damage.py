@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from cli.main import cli
 from conversion.convert import Conversion
 from conversion.gguf.kept import AS_IT_IS
+from conversion.provenance import compare_sources
 from shared.container.reader import Container
 from shared.errors import ColibriError, ContainerError
 from shared.model.tokenizer_file import load_tokenizer
@@ -77,6 +78,11 @@ def test_vocabulary_becomes_the_files_of_a_checkpoint(tmp_path: Path) -> None:
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
     assert (tmp_path / "out/additional_chat_templates/tool_use.jinja").read_text() == "{{ tools }}"
     assert Container.open(tmp_path / "out").spec.eos_ids == (257,)
+    assert {found for _, found in compare_sources(Container.open(tmp_path / "out"), path)} == {None}
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1  # of the last expert
+    path.write_bytes(data)
+    assert sum(found is not None for _, found in compare_sources(Container.open(tmp_path / "out"), path)) == 2
 
 
 def test_inspect_and_convert_by_command(tmp_path: Path) -> None:
