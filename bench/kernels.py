@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.attention import attention_cases
+from bench.delta import delta_cases
 from bench.gqa import gqa_cases
 from bench.measure import COLD_FACTOR, MIB, Case, Measurement, Meter, last_cache_bytes
 from bench.products import expert_cases, gate_cases, linear_cases
@@ -20,7 +21,7 @@ from native.memory import HugeBuffer
 from native.probe import KINDS
 
 FAMILIES: tuple[Callable[[Pool, Sizes, int], Generator[Case, None, None]], ...] = (
-    expert_cases, linear_cases, gate_cases, attention_cases, gqa_cases,
+    expert_cases, linear_cases, gate_cases, attention_cases, gqa_cases, delta_cases,
 )  # fmt: skip
 SMALLEST_PLAIN = 256 * MIB
 """Less is read too fast to be timed well, whatever the caches."""

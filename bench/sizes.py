@@ -37,6 +37,8 @@ class Sizes:
     many_rows: int
     gqa: tuple[int, int, int, int]
     """Hidden width, query heads, key heads, components of a head: of a family with grouped queries."""
+    delta: tuple[int, int, int, int, int]
+    """Hidden width, key heads, value heads, components of a key and of a value: of a family with a gated delta rule."""
 
 
 SIZES: Mapping[str, Sizes] = {
@@ -46,7 +48,7 @@ SIZES: Mapping[str, Sizes] = {
         index_heads=32, index_dim=128, index_topk=2048,
         decode_contexts=(512, 4096), index_context=16384, prefill_rows=64, prefill_context=1024,
         expert_rows=(16, 64, 256), many_rows=128,
-        gqa=(2048, 32, 4, 128),
+        gqa=(2048, 32, 4, 128), delta=(2048, 16, 32, 128, 128),
     ),
     "tiny": Sizes(
         hidden=128, inner=64, n_experts=16, k=4, head=256, out=64,
@@ -54,7 +56,7 @@ SIZES: Mapping[str, Sizes] = {
         index_heads=4, index_dim=32, index_topk=64,
         decode_contexts=(64, 200), index_context=256, prefill_rows=8, prefill_context=64,
         expert_rows=(4, 16), many_rows=16,
-        gqa=(64, 4, 2, 32),
+        gqa=(64, 4, 2, 32), delta=(64, 2, 4, 16, 16),
     ),
 }  # fmt: skip
-"""Name -> sizes: GLM-5.2's own (gqa: Qwen3-30B-A3B's), and small ones that show whether everything works."""
+"""Name -> sizes: GLM-5.2's own (gqa: Qwen3-30B-A3B's, delta: Qwen3.5-35B-A3B's), and small ones: whether everything works."""

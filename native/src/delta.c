@@ -220,22 +220,27 @@ static void input_job(void *arg, int64_t begin, int64_t end, int thread)
 
 /* ---- the state -------------------------------------------------------------------------------------------------- */
 
-/* Some columns of one head through all tokens of a part. */
+/* Some columns of one head through all tokens of a part. Rows of a slot are far apart in memory and would crowd a few sets of
+ * the first-level cache: where there are several tokens, they walk in the room. */
 static void walk(const tile_arg *a, const part *p, int64_t head, int64_t column, int64_t n, float *room)
 {
     const cb_delta_layer *y = a->layer;
     int64_t dk = y->key_dim, dv = y->value_dim, V = y->n_value_heads, C = a->size.channels, keys = a->size.keys;
     int64_t key_at = head / (V / y->n_key_heads) * dk, value_at = head * dv + column, state_at = head * dk * dv + column;
-    float *out = state_of(a, p->to) + state_at;
-    const float *in = p->from ? state_of(a, p->from) + state_at : out;
-    int64_t ld_in = dv;
-    if (!p->from)
+    float *slot = state_of(a, p->to) + state_at;
+    bool is_apart = p->n_replayed + p->n_kept > 2;
+    float *kept = is_apart ? room : slot;
+    int64_t ld_kept = is_apart ? CB_DELTA_COLUMNS : dv, ld_in = dv;
+    const float *in = p->from ? state_of(a, p->from) + state_at : kept;
+    if (!p->from) {
+        ld_in = ld_kept;
         for (int64_t i = 0; i < dk; i++)
-            memset(out + i * dv, 0, (size_t)n * sizeof(float));
-    for (int64_t j = 0; j < p->n_replayed; j++, in = out) {
+            memset(kept + i * ld_kept, 0, (size_t)n * sizeof(float));
+    }
+    for (int64_t j = 0; j < p->n_replayed; j++, in = kept, ld_in = ld_kept) {
         const float *record = p->from_records + j * a->size.record + C, *scalars = record + C - keys + head;
         cb_delta_token token = {record + key_at, NULL, record + keys + value_at, scalars[0], scalars[V], NULL};
-        cb_kernels.delta->step(in, dv, out, dv, dk, n, &token);
+        cb_kernels.delta->step(in, ld_in, kept, ld_kept, dk, n, &token);
     }
     for (int64_t j = 0; j < p->n; j++) {
         int64_t row = p->row - a->row0 + j;
@@ -243,9 +248,14 @@ static void walk(const tile_arg *a, const part *p, int64_t head, int64_t column,
         cb_delta_token token = {m + keys + key_at, m + key_at, m + 2 * keys + value_at, a->decay[row * V + head],
                                 a->beta[row * V + head], a->o + row * a->size.values + value_at};
         bool is_kept = j < p->n_kept;
-        cb_kernels.delta->step(in, ld_in, is_kept ? out : room, is_kept ? dv : CB_DELTA_COLUMNS, dk, n, &token);
-        in = is_kept ? out : room;
-        ld_in = is_kept ? dv : CB_DELTA_COLUMNS;
+        float *out = is_kept ? kept : room;
+        int64_t ld_out = is_kept ? ld_kept : CB_DELTA_COLUMNS;
+        cb_kernels.delta->step(in, ld_in, out, ld_out, dk, n, &token);
+        in = out;
+        ld_in = ld_out;
+        if (is_apart && j == p->n_kept - 1)
+            for (int64_t i = 0; i < dk; i++)
+                memcpy(slot + i * dv, room + i * CB_DELTA_COLUMNS, (size_t)n * sizeof(float));
     }
 }
 

@@ -123,7 +123,7 @@ def test_the_document_is_complete_and_consistent(document: dict[str, Any]) -> No
     assert all(math.isfinite(rate) and rate > 0 for rate in document["limits"].values())
     families = {row["family"] for row in document["kernels"]}
     assert families >= {"expert_ffn", "linear", "head", "gate", "mla_decode", "mla_keys", "mla_prefill", "indexer"}
-    assert families >= {"gqa_decode", "gqa_keys", "gqa_prefill"}
+    assert families >= {"gqa_decode", "gqa_keys", "gqa_prefill", "delta_decode", "delta_state", "delta_prefill"}
     for row in document["kernels"]:
         memory_ns = row["bytes"] / row["limits"]["read_gb_s"]
         compute_ns = sum(n / row["limits"][f"{kind}_gop_s"] for kind, n in row["ops"].items() if n)
