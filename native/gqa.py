@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from native.attention import KV_BLOCK, KV_FORMATS, AttnStep, kv_row_bytes
+from native.attention import KV_BLOCK, AttnStep, kv_row_bytes
 from native.library import OK, NativeError, Pool, check_struct, checked, declare, fail, lib
 from native.matrix import NONE, Matrix
 
@@ -77,18 +77,16 @@ check_struct(GqaLayer, "cb_gqa_layer")
 declare("cb_gqa_forward", ctypes.c_int, [_ptr, ctypes.POINTER(GqaLayer), ctypes.POINTER(AttnStep)])
 
 
-def kv_width(layer: GqaLayer) -> int:
-    """Values that one position takes in the cache: kv is [n_blocks, KV_BLOCK * kv_width], laid out as colibri.h says."""
-    return 2 * int(layer.n_kv_heads * layer.head_dim)
+def n_vectors(layer: GqaLayer) -> int:
+    """Vectors of head_dim values that one position takes in the cache, which is laid out as colibri.h says."""
+    return 2 * int(layer.n_kv_heads)
 
 
 def gqa_forward(pool: Pool, layer: GqaLayer, step: AttnStep) -> None:
     """x += attention(RMSNorm(x)) and hidden = RMSNorm(x) for the rows of `step`; writes their cache entries first."""
     if step.n_rows and step.width != layer.hidden:
         raise NativeError(f"gqa_forward: the step has width {step.width}, the layer {layer.hidden}")
-    if step.kv_format == KV_FORMATS["int8"]:
-        raise NativeError("gqa_forward: expected a cache in f32 or bf16, found int8, which only latent attention has")
-    wanted = step.n_blocks * KV_BLOCK * kv_row_bytes(step.kv_format, kv_width(layer))
+    wanted = step.n_blocks * KV_BLOCK * n_vectors(layer) * kv_row_bytes(step.kv_format, layer.head_dim)
     if step.kv_bytes is not None and step.kv_bytes < wanted:
         raise NativeError(f"gqa_forward: kv has {step.kv_bytes} bytes, {step.n_blocks} blocks need {wanted}")
     status = lib.cb_gqa_forward(pool.handle, ctypes.byref(layer), ctypes.byref(step))

@@ -63,10 +63,6 @@ def command(
     from cli.quality.text import Tokens, default_text, random_tokens, tokens_of_ids, tokens_of_text
 
     pair = Pair(model, source)
-    if kv_dtype not in pair.spec.kv_dtypes:
-        raise click.UsageError(
-            f"--kv-dtype {kv_dtype}: this model's layers can be cached as {', '.join(pair.spec.kv_dtypes)}"
-        )
     try:
         tokens: Tokens | None = None
         if has_logits and n_random is not None:

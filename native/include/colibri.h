@@ -226,10 +226,13 @@ typedef struct {
     const float *index_k_norm_w, *index_k_norm_b;
 } cb_attn_layer;
 
-/* How cached values are kept. f32 and bf16: [n_blocks][CB_KV_BLOCK][width]. int8 (latent attention and its indexer alone): per
- * block u8 [CB_KV_BLOCK][width], value + 128, then bf16 [CB_KV_BLOCK][ceil(width / 64)], the scales of 64 values each. */
+/* How cached values are kept. f32 and bf16: [n_blocks][CB_KV_BLOCK][width]. int8: values in one byte, with a bf16 scale for each 64
+ * of a vector, whose bytes are filled up to a multiple of 4 (w). Latents: per block u8 [CB_KV_BLOCK][w], value + 128, then scales
+ * [CB_KV_BLOCK][ceil(width / 64)]. Keys of the indexer: u8 [w / 4][CB_KV_BLOCK][4], value + 128, then scales [ceil(width / 64)]
+ * [CB_KV_BLOCK]. */
 enum { CB_KV_F32 = 0, CB_KV_BF16 = 1, CB_KV_INT8 = 2 };
-/* Bytes of one position of `width` values; CB_EINVAL for a format or width that is none. A block has CB_KV_BLOCK times as many. */
+/* Bytes of one position's vector of `width` values; CB_EINVAL for a format or width that is none. A block has CB_KV_BLOCK times as
+ * many. */
 CB_API int64_t cb_kv_row_bytes(int format, int64_t width);
 
 /* One step's rows for one layer. Row t belongs to table row seq[t] and stands at position[t]; its keys are the cached
@@ -287,8 +290,9 @@ typedef struct {
 } cb_gqa_layer;
 
 /* As cb_attn_forward. step->kv is [n_blocks][n_kv_heads][2 * CB_KV_BLOCK * head_dim] in kv_format: keys component by
- * component ([head_dim][CB_KV_BLOCK]), then values ([CB_KV_BLOCK][head_dim]). Not CB_KV_INT8. index_k, selected and n_selected are not
- * used. Blocks wholly outside a row's window are not looked up. */
+ * component ([head_dim][CB_KV_BLOCK]), then values ([CB_KV_BLOCK][head_dim]). CB_KV_INT8: keys as those of the indexer without their
+ * scales, values s8 [CB_KV_BLOCK / 4][w][4], positions j, j + 16, j + 32, j + 48 of a component side by side, then the scales of keys
+ * and of values, [ceil(head_dim / 64)][CB_KV_BLOCK] each. index_k, selected and n_selected are not used. Blocks wholly outside a row's window are not looked up. */
 CB_API int cb_gqa_forward(cb_pool *pool, const cb_gqa_layer *layer, const cb_attn_step *step);
 
 /* ---- gated delta rule ------------------------------------------------------------------------------------------ */

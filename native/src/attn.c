@@ -4,7 +4,7 @@
  * position, so later tiles need not be there yet. step->hidden holds the normed input of a row until the row's own result
  * replaces it.
  */
-#include "attn.h"
+#include "int8.h"
 
 #define ROW_TILE 128 /* rows whose queries, latents and outputs are in scratch at one time */
 
@@ -16,6 +16,24 @@ typedef struct {
     float *kv;  /* [n, R + rope] as projected; normed and turned in place */
     float *key; /* [n, index_dim] or NULL */
 } store_job_arg;
+
+static void store_latent(const cb_attn_step *s, int64_t width, int64_t block, int64_t offset, const float *kv)
+{
+    if (s->kv_format == CB_KV_INT8)
+        cb_int8_store_row(cb_int8_block_at(s->kv, width, block), width, offset, kv);
+    else
+        cb_store_row(s->kv, s->kv_format, width, block, offset, kv);
+}
+
+static void store_index_key(const cb_attn_step *s, int64_t dim, int64_t block, int64_t offset, const float *key)
+{
+    if (s->kv_format != CB_KV_INT8) {
+        cb_store_row(s->index_k, s->kv_format, dim, block, offset, key);
+        return;
+    }
+    uint8_t *keys = cb_int8_block_at(s->index_k, dim, block);
+    cb_int8_store_key(keys, cb_int8_key_scales(keys, dim), dim, offset, key);
+}
 
 static void store_job(void *arg, int64_t begin, int64_t end, int thread)
 {
@@ -31,12 +49,12 @@ static void store_job(void *arg, int64_t begin, int64_t end, int thread)
         float *kv = a->kv + i * width;
         cb_kernels.rmsnorm(kv, y->kv_a_norm, y->latent_eps, y->kv_rank, kv);
         cb_rope(kv + y->kv_rank, y->rope, y->rope_interleave, cosine, sine, kv + y->kv_rank);
-        cb_store_row(c->step->kv, c->step->kv_format, width, block, offset, kv);
+        store_latent(c->step, width, block, offset, kv);
         if (a->key) {
             float *key = a->key + i * y->index_dim;
             cb_kernels.layernorm(key, y->index_k_norm_w, y->index_k_norm_b, y->index_norm_eps, y->index_dim, key);
             cb_rope(key, y->rope, y->index_rope_interleave, cosine, sine, key);
-            cb_store_row(c->step->index_k, c->step->kv_format, y->index_dim, block, offset, key);
+            store_index_key(c->step, y->index_dim, block, offset, key);
         }
     }
 }
@@ -111,6 +129,41 @@ static int project(const cb_attn_call *c, const float *h, int64_t n, store_job_a
     return cb_products(c->pool, products, n_products, h, y->hidden, n);
 }
 
+typedef struct {
+    const cb_attn_call *call;
+    int64_t row0;
+    const float *q; /* [n, H, nope + rope] */
+    float *latent;  /* [n, H, R] */
+} int8_arg;
+
+static void int8_query(const void *arg, int64_t i, int64_t head, float *to)
+{
+    const int8_arg *a = arg;
+    cb_latent_query(a->call, a->row0, i, head, a->q, a->latent, to, 1);
+}
+
+static float *int8_result(const void *arg, int64_t i, int64_t head)
+{
+    const int8_arg *a = arg;
+    const cb_attn_layer *y = a->call->layer;
+    return a->latent + (i * y->n_heads + head) * y->kv_rank;
+}
+
+static int attend(const cb_attn_call *c, int64_t row0, int64_t n, const float *q, float *latent)
+{
+    const cb_attn_layer *y = c->layer;
+    const cb_attn_step *s = c->step;
+    if (s->kv_format != CB_KV_INT8)
+        return cb_attend_rows(c, row0, n, q, latent);
+    int8_arg arg = {c, row0, q, latent};
+    bool is_sparse = y->index_kind != CB_INDEX_NONE;
+    cb_int8_attention a = {
+        .pool = c->pool, .step = s, .row0 = row0, .n = n, .n_heads = y->n_heads, .n_kv_heads = 1,
+        .depth = y->kv_rank + y->rope, .dim = y->kv_rank, .selected = is_sparse ? s->selected : NULL,
+        .n_selected = s->n_selected, .topk = y->index_topk, .arg = &arg, .query = int8_query, .result = int8_result};
+    return cb_int8_attend(&a);
+}
+
 static int tile(const cb_attn_call *c, int64_t row0, int64_t n)
 {
     const cb_attn_layer *y = c->layer;
@@ -140,7 +193,7 @@ static int tile(const cb_attn_call *c, int64_t row0, int64_t n)
     if (status == CB_OK)
         status = heads_linear(c->pool, &y->k_b, heads, wide, head_q, n, latent);
     if (status == CB_OK)
-        status = cb_attend_rows(c, row0, n, wide, latent);
+        status = attend(c, row0, n, wide, latent);
     if (status == CB_OK)
         status = heads_linear(c->pool, &y->v_b, heads, latent, y->kv_rank, n, wide);
     if (status == CB_OK)

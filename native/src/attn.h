@@ -14,25 +14,6 @@
  * a fifth off the widening of a block (Zen 3). Beyond the cache it is harmless: a prefetch does not fault. */
 #define CB_WIDEN_AHEAD 1024
 
-/* ---- int8: what is cached and what meets it, in groups of 64 components, ng of them ---------------------------- */
-
-#define CB_PROBABILITY_MAX 32512 /* 127 * 256: its halves fit signed bytes too */
-
-/* Up to CB_KV_BLOCK entries. */
-typedef struct {
-    const uint8_t *q;     /* [n][ldq], value + 128; readable to ng * 64, where it is 128 */
-    int64_t ldq;
-    const float *scale;   /* [n][ng] */
-    const int16_t *pairs; /* [groups of rank][CB_KV_BLOCK / 2][64][2]: a component of two neighbouring entries; 0 at n */
-} cb_int8_keys;
-
-/* Queries of `lanes` heads; a group's 64 components lie as those of 16 outputs of a CB_Q8 matrix do, but signed. */
-typedef struct {
-    int8_t *q;      /* [lanes / 16][ng][16][16 heads][4] */
-    float *scale;   /* [lanes / 16][ng][16 heads] */
-    int32_t *shift; /* [lanes / 16][ng][16 heads]: 128 * sum of q, what the offset of the keys adds */
-} cb_int8_query;
-
 typedef struct cb_attn_table {
     /* bf16 -> f32, exact. */
     void (*widen)(const uint16_t *src, int64_t n, float *dst);
@@ -60,24 +41,8 @@ typedef struct cb_attn_table {
      * of the norms. d f32[n, lanes]; a NaN stays one. */
     void (*index_fold)(const float *d, int64_t lanes, int64_t n, const float *g, float *out);
 
-    /* out f32[n, lanes]: out[i][h] = 0; for groups ascending: d = sum of products, exact;
-     * out[i][h] = fma((f32)d, q.scale[h][g] * keys.scale[i][g], out[i][h]). */
-    void (*scores_int8)(const cb_int8_query *q, int64_t lanes, int64_t ng, const cb_int8_keys *keys, int64_t n, float *out);
-
-    /* pairs (above) of the first `rank` components of q [n][ldq]; rank is a multiple of 16. */
-    void (*pair_up)(const uint8_t *q, int64_t ldq, int64_t n, int64_t rank, int16_t *pairs);
-
-    /* As mix, in integers: per head and group w[i] = p[i][h] * keys.scale[i][g]; m = max w; W[i] = rint(w[i] * (32512 / m));
-     * zb[r] = (f32)(sum of W[i] * key[i][r], exact) * (m / 32512). What the quotients are when m is 0 or not finite is that of
-     * quantise. lanes <= CB_MIX_LANES. */
-    void (*mix_int8)(const float *p, int64_t lanes, int64_t n, const cb_int8_keys *keys, int64_t ng, int64_t rank,
-                     int64_t n_heads, bool first, const float *f, const float *g, float *z);
-
     const char *isa;
-    const char *int8_isa;
 } cb_attn_table;
-
-#define CB_MIX_LANES 64
 
 /* ---- drivers ---------------------------------------------------------------------------------------------- */
 
@@ -97,18 +62,8 @@ static inline int64_t cb_lane_start(int64_t h, int64_t depth)
 
 static inline int64_t cb_lanes(int64_t heads) { return CB_CEIL(heads, CB_LANES) * CB_LANES; }
 
+/* Of a value in f32 or bf16. */
 static inline size_t cb_kv_bytes(int format) { return format == CB_KV_BF16 ? 2 : 4; }
-
-/* Where a position's values and scales lie in an int8 cache. */
-static inline uint8_t *cb_int8_row(const void *cache, int64_t width, int64_t block, int64_t offset)
-{
-    return (uint8_t *)cache + block * CB_KV_BLOCK * cb_kv_row_bytes(CB_KV_INT8, width) + offset * width;
-}
-
-static inline uint16_t *cb_int8_scales(const void *cache, int64_t width, int64_t block, int64_t offset)
-{
-    return (uint16_t *)cb_int8_row(cache, width, block, CB_KV_BLOCK) + offset * cb_groups(width);
-}
 
 /* Rotates one vector of `rope` values; the result is de-interleaved (all u, then all v). src may equal dst. */
 void cb_rope(const float *src, int64_t rope, bool interleave, const float *cosine, const float *sine, float *dst);
@@ -119,24 +74,7 @@ void cb_rope(const float *src, int64_t rope, bool interleave, const float *cosin
 const float *cb_block_rows(const void *cache, int format, int64_t width, int64_t reach, int64_t block, int64_t n,
                            float *room, int64_t *ld);
 
-/* The same of an int8 cache: values where they lie or padded in `room`, scales in its rest. Without pairs. */
-#define CB_INT8_ROOM_BYTES(width) (CB_KV_BLOCK * cb_groups(width) * (CB_GROUP + (int64_t)sizeof(float)))
-cb_int8_keys cb_int8_block_rows(const void *cache, int64_t width, int64_t block, int64_t n, void *room);
-/* One position of it as entry i of such a room. */
-void cb_int8_take_row(const void *cache, int64_t width, int64_t block, int64_t offset, int64_t i, void *room);
-/* The room as keys, when every entry came by cb_int8_take_row. */
-cb_int8_keys cb_int8_room(int64_t width, void *room);
-
-/* Queries in floats f32[lanes * CB_INT8_QUERY_FLOATS(ng)]. */
-#define CB_INT8_QUERY_FLOATS(ng) ((ng) * (CB_GROUP / 4 + 2))
-cb_int8_query cb_int8_query_in(float *floats, int64_t lanes, int64_t ng);
-/* Head j of them from x f32[n]; NULL: zeros. work: f32[CB_INT8_WORK_FLOATS(ng)]. */
-#define CB_INT8_WORK_FLOATS(ng) ((ng) * (CB_GROUP / 4 + 3))
-void cb_int8_set_query(const cb_int8_query *q, int64_t j, const float *x, int64_t n, float *work);
-
-void cb_int8_store_row(void *cache, int64_t width, int64_t block, int64_t offset, const float *src);
-
-/* One position's entry, rounded to the cache's format. */
+/* One position's entry in f32 or bf16. */
 void cb_store_row(void *cache, int format, int64_t width, int64_t block, int64_t offset, const float *src);
 
 /* Items a thread takes at a time: no less work than waking another thread is worth. `cost` of one item in multiply-adds. */
@@ -169,6 +107,10 @@ static inline int64_t cb_kv_block_of(const cb_attn_step *step, int64_t row, int6
 /* attn_tasks.c: attention of rows [row0, row0 + n). q f32[n, H, nope + rope] as projected; latent f32[n, H, R]: folded
  * queries in, z / l out. */
 int cb_attend_rows(const cb_attn_call *call, int64_t row0, int64_t n, const float *q, float *latent);
+
+/* Folded and turned query of head h of tile row i, scaled; component k goes to to[k * stride]. q and latent as above. */
+void cb_latent_query(const cb_attn_call *call, int64_t row0, int64_t i, int64_t h, const float *q, const float *latent, float *to,
+                     int64_t stride);
 
 /* index.c: writes selected and n_selected of rows [row0, row0 + n) of a full layer. q_in f32[n, q_width] is the normed
  * query latent (h itself when there is no q_a), h f32[n, D]. */

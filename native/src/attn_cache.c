@@ -1,5 +1,5 @@
 /* attn_cache.c: what a step may ask for, entries of the paged cache as f32 rows, and rope. */
-#include "attn.h"
+#include "int8.h"
 #include "cbmath.h"
 
 #include <string.h>
@@ -41,7 +41,7 @@ int64_t cb_kv_row_bytes(int format, int64_t width)
     switch (format) {
     case CB_KV_F32: return 4 * width;
     case CB_KV_BF16: return 2 * width;
-    case CB_KV_INT8: return width + 2 * cb_groups(width);
+    case CB_KV_INT8: return 4 * cb_quads(width) + 2 * cb_groups(width);
     default: return CB_EINVAL;
     }
 }
@@ -72,9 +72,7 @@ const float *cb_block_rows(const void *cache, int format, int64_t width, int64_t
 void cb_store_row(void *cache, int format, int64_t width, int64_t block, int64_t offset, const float *src)
 {
     size_t at = (size_t)((block * CB_KV_BLOCK + offset) * width);
-    if (format == CB_KV_INT8) {
-        cb_int8_store_row(cache, width, block, offset, src);
-    } else if (format == CB_KV_BF16) {
+    if (format == CB_KV_BF16) {
         uint16_t *row = (uint16_t *)cache + at;
         for (int64_t i = 0; i < width; i++)
             row[i] = cb_f32_bf16(src[i]);

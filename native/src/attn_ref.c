@@ -75,65 +75,11 @@ static void index_fold_ref(const float *d, int64_t lanes, int64_t n, const float
     }
 }
 
-static void scores_int8_ref(const cb_int8_query *q, int64_t lanes, int64_t ng, const cb_int8_keys *keys, int64_t n, float *out)
-{
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t h = 0; h < lanes; h++) {
-            float s = 0.0f;
-            for (int64_t g = 0; g < ng; g++) {
-                int64_t at = (h / CB_LANES * ng + g) * CB_LANES;
-                const int8_t *head = q->q + at * CB_GROUP + h % CB_LANES * 4;
-                const uint8_t *key = keys->q + i * keys->ldq + g * CB_GROUP;
-                int32_t d = 0;
-                for (int64_t k = 0; k < CB_GROUP; k++)
-                    d += head[k / 4 * CB_LANES * 4 + k % 4] * (key[k] - 128);
-                s = fmaf((float)d, q->scale[at + h % CB_LANES] * keys->scale[i * ng + g], s);
-            }
-            out[i * lanes + h] = s;
-        }
-}
-
-static void pair_up_ref(const uint8_t *q, int64_t ldq, int64_t n, int64_t rank, int16_t *pairs)
-{
-    for (int64_t r = 0; r < rank; r++)
-        for (int64_t i = 0; i < CB_CEIL(n, 2) * 2; i++)
-            pairs[((r / CB_GROUP * (CB_KV_BLOCK / 2) + i / 2) * CB_GROUP + r % CB_GROUP) * 2 + i % 2] =
-                (int16_t)(i < n ? q[i * ldq + r] - 128 : 0);
-}
-
-static void mix_int8_ref(const float *p, int64_t lanes, int64_t n, const cb_int8_keys *keys, int64_t ng, int64_t rank,
-                         int64_t n_heads, bool first, const float *f, const float *g, float *z)
-{
-    for (int64_t h = 0; h < n_heads; h++)
-        for (int64_t group = 0; group < cb_groups(rank); group++) {
-            float w[CB_KV_BLOCK];
-            uint32_t m = 0;
-            for (int64_t i = 0; i < n; i++) {
-                w[i] = p[i * lanes + h] * keys->scale[i * ng + group];
-                m = CB_MAX(m, cb_f32_bits(w[i]) & 0x7fffffffu);
-            }
-            float largest = cb_bits_f32(m), inverse = m ? (float)CB_PROBABILITY_MAX / largest : 0.0f;
-            bool finite = m < 0x7f800000u, usable = finite && cb_f32_bits(inverse) < 0x7f800000u;
-            float step = usable ? largest / (float)CB_PROBABILITY_MAX : finite ? 0.0f : cb_bits_f32(0x7fc00000u);
-            const int16_t *pairs = keys->pairs + group * CB_KV_BLOCK * CB_GROUP;
-            for (int64_t r = group * CB_GROUP; r < CB_MIN(rank, (group + 1) * CB_GROUP); r++) {
-                int32_t d = 0;
-                for (int64_t i = 0; i < n; i++) {
-                    float v = usable ? w[i] * inverse : 0.0f;
-                    d += (int32_t)(v + CB_ROUND_MAGIC - CB_ROUND_MAGIC) * pairs[(i / 2 * CB_GROUP + r % CB_GROUP) * 2 + i % 2];
-                }
-                float block = (float)d * step;
-                z[h * rank + r] = first ? block * g[h] : fmaf(z[h * rank + r], f[h], block * g[h]);
-            }
-        }
-}
-
 static cb_attn_table active;
 
 void cb_attn_table_ref(cb_table *t)
 {
-    active = (cb_attn_table){widen_ref, scores_ref, softmax_ref, mix_ref, join_ref, index_fold_ref,
-                             scores_int8_ref, pair_up_ref, mix_int8_ref, "ref", "ref"};
+    active = (cb_attn_table){widen_ref, scores_ref, softmax_ref, mix_ref, join_ref, index_fold_ref, "ref"};
     t->attn = &active;
     t->gqa = &cb_gqa_table_ref;
 }

@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-#define TASK_LANES CB_MIX_LANES /* rows times heads of one task: queries and sums stay in the second-level cache */
+#define TASK_LANES 64 /* rows times heads of one task: queries and sums stay in the second-level cache */
 #define TASK_ROWS 4
 #define MIN_SPLIT_BLOCKS 4
 #define WAVE_PARTS 512   /* blocks computed apart at one time: 16 MiB of sums at 16 heads of 512 */
@@ -34,35 +34,18 @@ typedef struct {
 
 /* Where a thread's room holds what; `rows` units of `lanes` lanes. */
 typedef struct {
-    void *keys;
-    float *scores, *f, *g;
-    float *query, *work; /* int8: one head's query, and what quantising it takes */
-    int16_t *pairs;      /* int8 */
+    float *keys, *scores, *f, *g;
     float *q_t[TASK_ROWS], *z[TASK_ROWS], *m[TASK_ROWS], *l[TASK_ROWS];
 } attend_room;
 
 static int64_t depth_of(const cb_attn_layer *y) { return (int64_t)y->kv_rank + y->rope; }
 
-static bool is_int8(const cb_attn_call *c) { return c->step->kv_format == CB_KV_INT8; }
-
-/* Floats of the queries of `lanes` heads. */
-static int64_t query_floats(const cb_attn_call *c, int64_t lanes)
-{
-    int64_t depth = depth_of(c->layer);
-    return lanes * (is_int8(c) ? CB_INT8_QUERY_FLOATS(cb_groups(depth)) : depth);
-}
-
 static int64_t lay_out_room(const cb_attn_call *c, int64_t lanes, int64_t rows, float *base, attend_room *r)
 {
     const cb_attn_layer *y = c->layer;
-    int64_t depth = depth_of(y), ng = cb_groups(depth), rank = cb_lanes(y->kv_rank), at = 0;
+    int64_t depth = depth_of(y), rank = cb_lanes(y->kv_rank), at = 0;
     r->keys = base;
-    at += is_int8(c) ? CB_INT8_ROOM_BYTES(depth) / 4 : CB_KV_BLOCK * cb_lanes(depth);
-    r->pairs = (int16_t *)(base + at);
-    at += is_int8(c) ? cb_groups(rank) * CB_GROUP * CB_KV_BLOCK / 2 : 0;
-    r->query = base + at;
-    r->work = base + at + depth;
-    at += is_int8(c) ? depth + CB_INT8_WORK_FLOATS(ng) : 0;
+    at += CB_KV_BLOCK * cb_lanes(depth);
     r->scores = base + at;
     at += CB_KV_BLOCK * lanes;
     r->f = base + at;
@@ -70,7 +53,7 @@ static int64_t lay_out_room(const cb_attn_call *c, int64_t lanes, int64_t rows, 
     at += 2 * lanes;
     for (int64_t i = 0; i < rows; i++) {
         r->q_t[i] = base + at;
-        at += query_floats(c, lanes);
+        at += depth * lanes;
         r->z[i] = base + at;
         at += rank * lanes;
         r->m[i] = base + at;
@@ -80,39 +63,32 @@ static int64_t lay_out_room(const cb_attn_call *c, int64_t lanes, int64_t rows, 
     return at;
 }
 
-/* Folded and turned query of head h of tile row i, scaled; component k goes to to[k * stride]. */
-static void load_head(const attend_arg *a, int64_t i, int64_t h, float *to, int64_t stride)
+void cb_latent_query(const cb_attn_call *c, int64_t row0, int64_t i, int64_t h, const float *q, const float *latent, float *to,
+                     int64_t stride)
 {
-    const cb_attn_layer *y = a->call->layer;
-    int64_t rank = y->kv_rank, half = y->rope / 2, t = a->row0 + i;
+    const cb_attn_layer *y = c->layer;
+    int64_t rank = y->kv_rank, half = y->rope / 2, t = row0 + i;
     float scale = y->softmax_scale;
-    const float *folded = a->latent + (i * y->n_heads + h) * rank;
+    const float *folded = latent + (i * y->n_heads + h) * rank;
     for (int64_t k = 0; k < rank; k++)
         to[k * stride] = folded[k] * scale;
     float turned[CB_MAX_ROPE];
-    cb_rope(a->q + (i * y->n_heads + h) * (y->nope + y->rope) + y->nope, y->rope, y->rope_interleave,
-            a->call->cosine + t * half, a->call->sine + t * half, turned);
+    cb_rope(q + (i * y->n_heads + h) * (y->nope + y->rope) + y->nope, y->rope, y->rope_interleave, c->cosine + t * half,
+            c->sine + t * half, turned);
     for (int64_t k = 0; k < y->rope; k++)
         to[(rank + k) * stride] = turned[k] * scale;
 }
 
 /* Queries of heads [h0, h0 + lanes) of tile row i, one head per lane. */
-static void load_query(const attend_arg *a, int64_t i, int64_t h0, const attend_room *r, float *q_t)
+static void load_query(const attend_arg *a, int64_t i, int64_t h0, float *q_t)
 {
     const cb_attn_layer *y = a->call->layer;
     int64_t depth = depth_of(y);
-    cb_int8_query q = cb_int8_query_in(q_t, a->lanes, cb_groups(depth));
     for (int64_t j = 0; j < a->lanes; j++) {
         bool is_head = h0 + j < y->n_heads;
-        if (is_int8(a->call)) {
-            if (is_head)
-                load_head(a, i, h0 + j, r->query, 1);
-            cb_int8_set_query(&q, j, is_head ? r->query : NULL, depth, r->work);
-            continue;
-        }
         float *lane = q_t + cb_lane_start(j, depth);
         if (is_head)
-            load_head(a, i, h0 + j, lane, CB_LANES);
+            cb_latent_query(a->call, a->row0, i, h0 + j, a->q, a->latent, lane, CB_LANES);
         for (int64_t k = 0; !is_head && k < depth; k++)
             lane[k * CB_LANES] = 0.0f;
     }
@@ -131,14 +107,10 @@ static int64_t keys_of(const cb_attn_call *c, int64_t t, const int32_t **selecti
 
 static void prefetch_row(const void *cache, int format, int64_t width, int64_t block, int64_t offset)
 {
-    bool int8 = format == CB_KV_INT8;
-    int64_t bytes = int8 ? width : cb_kv_row_bytes(format, width);
-    const char *row = int8 ? (const char *)cb_int8_row(cache, width, block, offset)
-                           : (const char *)cache + (block * CB_KV_BLOCK + offset) * bytes;
+    int64_t bytes = cb_kv_row_bytes(format, width);
+    const char *row = (const char *)cache + (block * CB_KV_BLOCK + offset) * bytes;
     for (int64_t at = 0; at < bytes; at += 64)
         __builtin_prefetch(row + at);
-    if (int8)
-        __builtin_prefetch(cb_int8_scales(cache, width, block, offset));
 }
 
 static void position_row(const void *cache, int format, int64_t width, int64_t block, int64_t offset, float *dst)
@@ -150,59 +122,35 @@ static void position_row(const void *cache, int format, int64_t width, int64_t b
         memcpy(dst, (const float *)cache + at, (size_t)width * sizeof(float));
 }
 
-/* One block of a row's list of keys. */
-typedef struct {
-    const float *rows; /* f32 and bf16 */
-    int64_t ld;
-    cb_int8_keys int8;
-} block_keys;
-
-/* Keys [first, first + n) of row t's list, whose length is `length`. */
-static block_keys load_keys(const cb_attn_call *c, int64_t t, const int32_t *selection, int64_t first, int64_t n,
-                            int64_t length, const attend_room *r)
+/* Keys [first, first + n) of row t's list, whose length is `length`; *ld gets their stride. */
+static const float *load_keys(const cb_attn_call *c, int64_t t, const int32_t *selection, int64_t first, int64_t n, int64_t length,
+                              const attend_room *r, int64_t *ld)
 {
     const cb_attn_step *s = c->step;
-    int64_t width = depth_of(c->layer), rank = cb_lanes(c->layer->kv_rank);
-    block_keys b = {.rows = r->keys, .ld = cb_lanes(width), .int8 = cb_int8_room(width, r->keys)};
-    for (int64_t i = 0; selection && i < n; i++) {
-        int64_t position = selection[first + i], block = cb_kv_block_of(s, t, position), offset = position % CB_KV_BLOCK;
+    int64_t width = depth_of(c->layer);
+    if (!selection)
+        return cb_block_rows(s->kv, s->kv_format, width, cb_lanes(c->layer->kv_rank), cb_kv_block_of(s, t, first), n, r->keys, ld);
+    *ld = cb_lanes(width);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t position = selection[first + i];
         if (first + i + PREFETCH_ROWS < length) {
             int64_t ahead = selection[first + i + PREFETCH_ROWS];
             prefetch_row(s->kv, s->kv_format, width, cb_kv_block_of(s, t, ahead), ahead % CB_KV_BLOCK);
         }
-        if (is_int8(c))
-            cb_int8_take_row(s->kv, width, block, offset, i, r->keys);
-        else
-            position_row(s->kv, s->kv_format, width, block, offset, (float *)r->keys + i * b.ld);
+        position_row(s->kv, s->kv_format, width, cb_kv_block_of(s, t, position), position % CB_KV_BLOCK, r->keys + i * *ld);
     }
-    if (!selection && is_int8(c))
-        b.int8 = cb_int8_block_rows(s->kv, width, cb_kv_block_of(s, t, first), n, r->keys);
-    else if (!selection)
-        b.rows = cb_block_rows(s->kv, s->kv_format, width, rank, cb_kv_block_of(s, t, first), n, r->keys, &b.ld);
-    if (is_int8(c)) {
-        cb_kernels.attn->pair_up(b.int8.q, b.int8.ldq, n, rank, r->pairs);
-        b.int8.pairs = r->pairs;
-    }
-    return b;
+    return r->keys;
 }
 
 /* A row's queries meet the first n keys of a block: m, l and z move on. */
-static void meet(const attend_arg *a, const attend_room *r, const float *q_t, const block_keys *b, int64_t n, int64_t heads,
-                 bool first, float *m, float *l, float *z)
+static void meet(const attend_arg *a, const attend_room *r, const float *q_t, const float *keys, int64_t ldk, int64_t n,
+                 int64_t heads, bool first, float *m, float *l, float *z)
 {
     const cb_attn_layer *y = a->call->layer;
     const cb_attn_table *k = cb_kernels.attn;
-    int64_t lanes = a->lanes, depth = depth_of(y), ng = cb_groups(depth), rank = cb_lanes(y->kv_rank);
-    if (is_int8(a->call)) {
-        cb_int8_query q = cb_int8_query_in((float *)q_t, lanes, ng);
-        k->scores_int8(&q, lanes, ng, &b->int8, n, r->scores);
-        k->softmax(r->scores, lanes, n, first, m, l, r->f, r->g);
-        k->mix_int8(r->scores, lanes, n, &b->int8, ng, rank, heads, first, r->f, r->g, z);
-    } else {
-        k->scores(q_t, lanes, depth, b->rows, b->ld, n, r->scores);
-        k->softmax(r->scores, lanes, n, first, m, l, r->f, r->g);
-        k->mix(r->scores, lanes, n, b->rows, b->ld, rank, heads, first, r->f, r->g, z);
-    }
+    k->scores(q_t, a->lanes, depth_of(y), keys, ldk, n, r->scores);
+    k->softmax(r->scores, a->lanes, n, first, m, l, r->f, r->g);
+    k->mix(r->scores, a->lanes, n, keys, ldk, cb_lanes(y->kv_rank), heads, first, r->f, r->g, z);
 }
 
 /* z / l of one head takes the place of its folded query. */
@@ -222,18 +170,18 @@ static void attend(const attend_arg *a, const row_group *group, int64_t h0, floa
     attend_room r;
     lay_out_room(c, lanes, group->n_rows, base, &r);
     for (int64_t i = 0; i < group->n_rows; i++)
-        load_query(a, group->row + i - a->row0, h0, &r, r.q_t[i]);
+        load_query(a, group->row + i - a->row0, h0, r.q_t[i]);
 
     const int32_t *selection;
     int64_t last = group->row + group->n_rows - 1, longest = keys_of(c, last, &selection);
     for (int64_t first = 0; first < longest; first += CB_KV_BLOCK) {
-        int64_t n = CB_MIN(CB_KV_BLOCK, longest - first);
-        block_keys keys = load_keys(c, last, selection, first, n, longest, &r);
+        int64_t ldk, n = CB_MIN(CB_KV_BLOCK, longest - first);
+        const float *keys = load_keys(c, last, selection, first, n, longest, &r, &ldk);
         for (int64_t i = 0; i < group->n_rows; i++) {
             const int32_t *unused;
             int64_t own = CB_MIN(n, keys_of(c, group->row + i, &unused) - first);
             if (own > 0)
-                meet(a, &r, r.q_t[i], &keys, own, heads, first == 0, r.m[i], r.l[i], r.z[i]);
+                meet(a, &r, r.q_t[i], keys, ldk, own, heads, first == 0, r.m[i], r.l[i], r.z[i]);
         }
     }
 
@@ -274,7 +222,7 @@ typedef struct {
     attend_arg a;           /* groups of one row */
     int64_t n_tasks;        /* row groups times head blocks */
     int64_t wave0, wave;    /* first block and number of blocks of this wave */
-    float *q_t, *z, *m, *l; /* per task: [query_floats], [lanes * rank], [lanes] twice */
+    float *q_t, *z, *m, *l; /* per task: [depth * lanes], [lanes * rank], [lanes] twice */
     float *part;            /* per task and block of the wave: m [lanes], l [lanes], z [lanes * rank] */
     int64_t part_floats;
 } split_arg;
@@ -282,11 +230,10 @@ typedef struct {
 static void split_query_job(void *arg, int64_t begin, int64_t end, int thread)
 {
     const split_arg *s = arg;
-    attend_room r;
-    lay_out_room(s->a.call, s->a.lanes, 0, s->a.room + thread * s->a.room_floats, &r);
+    (void)thread;
     for (int64_t task = begin; task < end; task++)
-        load_query(&s->a, s->a.group[task / s->a.head_blocks].row - s->a.row0, task % s->a.head_blocks * s->a.lanes, &r,
-                   s->q_t + task * query_floats(s->a.call, s->a.lanes));
+        load_query(&s->a, s->a.group[task / s->a.head_blocks].row - s->a.row0, task % s->a.head_blocks * s->a.lanes,
+                   s->q_t + task * depth_of(s->a.call->layer) * s->a.lanes);
 }
 
 static void split_block_job(void *arg, int64_t begin, int64_t end, int thread)
@@ -301,13 +248,13 @@ static void split_block_job(void *arg, int64_t begin, int64_t end, int thread)
         int64_t task = item / s->wave, first = (s->wave0 + item % s->wave) * CB_KV_BLOCK;
         int64_t t = s->a.group[task / s->a.head_blocks].row, h0 = task % s->a.head_blocks * lanes;
         const int32_t *selection;
-        int64_t length = keys_of(c, t, &selection), n = CB_MIN(CB_KV_BLOCK, length - first);
+        int64_t ldk, length = keys_of(c, t, &selection), n = CB_MIN(CB_KV_BLOCK, length - first);
         if (n <= 0)
             continue;
         float *part = s->part + item * s->part_floats;
-        block_keys keys = load_keys(c, t, selection, first, n, length, &r);
-        meet(&s->a, &r, s->q_t + task * query_floats(c, lanes), &keys, n, CB_MIN(lanes, y->n_heads - h0), true, part,
-             part + lanes, part + 2 * lanes);
+        const float *keys = load_keys(c, t, selection, first, n, length, &r, &ldk);
+        meet(&s->a, &r, s->q_t + task * depth_of(y) * lanes, keys, ldk, n, CB_MIN(lanes, y->n_heads - h0), true, part, part + lanes,
+             part + 2 * lanes);
     }
 }
 
@@ -355,7 +302,7 @@ static int attend_split(const attend_arg *a, int64_t n_groups, int64_t n_blocks)
     int64_t threads = cb_pool_threads(c->pool);
     split_arg s = {.a = *a, .n_tasks = n_groups * a->head_blocks, .part_floats = lanes * (rank + 2)};
     int64_t wave = CB_MIN(n_blocks, CB_MAX(threads, WAVE_PARTS / s.n_tasks));
-    s.q_t = cb_scratch(c->pool, s.n_tasks * query_floats(c, lanes) * 4);
+    s.q_t = cb_scratch(c->pool, s.n_tasks * depth * lanes * 4);
     s.z = cb_scratch(c->pool, s.n_tasks * lanes * rank * 4);
     s.m = cb_scratch(c->pool, s.n_tasks * lanes * 4);
     s.l = cb_scratch(c->pool, s.n_tasks * lanes * 4);

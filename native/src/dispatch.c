@@ -1,5 +1,5 @@
 /* dispatch.c: one table, filled with the references first; then the ladder, each rung replacing what it improves. */
-#include "attn.h"
+#include "int8.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -22,7 +22,7 @@ static void describe(const cb_table *t)
                 at += snprintf(dispatch_text + at, (size_t)CB_MAX(0, room - at), "linear_%s%s=%s ", cb_formats[format].name,
                                act == CB_ACT_F32 && cb_has_scales(format) ? "_f32" : "", t->linear_isa[format][act]);
     snprintf(dispatch_text + CB_MIN(at, room), (size_t)CB_MAX(0, room - at), "vector=%s attention=%s attention_int8=%s",
-             t->vector_isa, t->attn->isa, t->attn->int8_isa);
+             t->vector_isa, t->attn->isa, t->int8->isa);
 }
 
 static void fill(int isa)
@@ -31,33 +31,39 @@ static void fill(int isa)
     cb_linear_table_ref(&t);
     cb_vector_table_ref(&t);
     cb_attn_table_ref(&t);
+    cb_int8_table_ref(&t);
 #if defined(__x86_64__)
     if (isa >= CB_ISA_AVX2) {
         cb_linear_table_avx2(&t);
         cb_vector_table_avx2(&t);
         cb_attn_table_avx2(&t);
-        cb_attn_int8_table_avx2(&t);
+        cb_int8_table_avx2(&t);
     }
     if (isa >= CB_ISA_AVX512) {
         cb_linear_table_avx512(&t);
         cb_vector_table_avx512(&t);
         cb_attn_table_avx512(&t);
-        cb_attn_int8_table_avx512(&t);
+        cb_int8_table_avx512(&t);
     }
     if (isa >= CB_ISA_AVX512VNNI) {
         cb_linear_table_avx512vnni(&t);
-        cb_attn_table_avx512vnni(&t);
+        cb_int8_table_avx512vnni(&t);
     }
-    if (isa >= CB_ISA_AMX)
+    if (isa >= CB_ISA_AMX) {
         cb_linear_table_amx(&t);
+        cb_int8_table_amx(&t);
+    }
 #elif defined(__aarch64__)
     if (isa >= CB_ISA_NEON) {
         cb_linear_table_neon(&t);
         cb_vector_table_neon(&t);
         cb_attn_table_neon(&t);
+        cb_int8_table_neon(&t);
     }
-    if (isa >= CB_ISA_NEONDOT)
+    if (isa >= CB_ISA_NEONDOT) {
         cb_linear_table_neondot(&t);
+        cb_int8_table_neondot(&t);
+    }
 #endif
     cb_kernels = t;
     current = isa;

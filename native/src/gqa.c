@@ -3,8 +3,9 @@
  * Tiles of rows are projected, enter the cache and attend (gqa_tasks.c); a row sees only what stands at or before its own
  * position, so later tiles need not be there yet.
  */
-#include "gqa.h"
 #include "cbmath.h"
+#include "gqa.h"
+#include "int8.h"
 
 #include <string.h>
 
@@ -91,9 +92,16 @@ static void store_job(void *arg, int64_t begin, int64_t end, int thread)
     (void)thread;
     for (int64_t item = begin; item < end; item++) {
         int64_t head = item / a->n, i = item % a->n, t = a->row0 + i, offset = s->position[t] % CB_KV_BLOCK;
+        const float *k = a->k + (i * l->n_kv_heads + head) * dim, *v = a->v + (i * l->n_kv_heads + head) * dim;
+        if (s->kv_format == CB_KV_INT8) {
+            uint8_t *at = cb_gqa_int8_start(l, s->kv, cb_kv_block_of(s, t, s->position[t]), head);
+            uint16_t *scales = cb_int8_head_scales(at, dim);
+            cb_int8_store_key(at, scales, dim, offset, k);
+            cb_int8_store_value(cb_int8_head_values(at, dim), scales + cb_groups(dim) * CB_KV_BLOCK, dim, offset, v);
+            continue;
+        }
         size_t keys = cb_gqa_start(l, cb_kv_block_of(s, t, s->position[t]), head) + (size_t)offset;
         size_t values = keys - (size_t)offset + (size_t)((CB_KV_BLOCK + offset) * dim);
-        const float *k = a->k + (i * l->n_kv_heads + head) * dim, *v = a->v + (i * l->n_kv_heads + head) * dim;
         if (s->kv_format == CB_KV_BF16) {
             uint16_t *kv = s->kv;
             for (int64_t e = 0; e < dim; e++) {
@@ -242,8 +250,7 @@ static int forward(cb_gqa_call *c)
 
 int cb_gqa_forward(cb_pool *pool, const cb_gqa_layer *layer, const cb_attn_step *step)
 {
-    if (!pool || !layer || !step || !is_layer_valid(layer) || !cb_is_step_valid(step, layer->window) ||
-        step->kv_format == CB_KV_INT8)
+    if (!pool || !layer || !step || !is_layer_valid(layer) || !cb_is_step_valid(step, layer->window))
         return CB_EINVAL;
     if (step->n_rows == 0)
         return CB_OK;

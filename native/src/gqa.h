@@ -49,6 +49,13 @@ static inline size_t cb_gqa_start(const cb_gqa_layer *y, int64_t block, int64_t 
     return (size_t)((block * y->n_kv_heads + kv_head) * 2 * CB_KV_BLOCK * y->head_dim);
 }
 
+/* The same of an int8 cache, whose key heads lie as int8.h says. */
+static inline uint8_t *cb_gqa_int8_start(const cb_gqa_layer *y, const void *cache, int64_t block, int64_t kv_head)
+{
+    int64_t of_head = 2 * CB_KV_BLOCK * cb_kv_row_bytes(CB_KV_INT8, y->head_dim);
+    return (uint8_t *)cache + (block * y->n_kv_heads + kv_head) * of_head;
+}
+
 /* gqa_tasks.c: attention of rows [row0, row0 + n). q f32[n, H, head_dim]: turned and scaled queries in, results out. */
 int cb_gqa_attend(const cb_gqa_call *call, int64_t row0, int64_t n, float *q);
 

@@ -5,6 +5,7 @@
  * apart and joined afterwards in the same order. Nobody splits a sum, so any number of threads gives the same bits.
  */
 #include "gqa.h"
+#include "int8.h"
 
 #include <math.h>
 #include <string.h>
@@ -287,9 +288,51 @@ static int64_t group_rows(const cb_gqa_call *c, int64_t row0, int64_t n, int64_t
     return n_groups;
 }
 
+/* ---- int8 ------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const cb_gqa_call *call;
+    float *q; /* [rows][H][head_dim]: queries in, results out */
+} int8_arg;
+
+static float *int8_result(const void *arg, int64_t i, int64_t head)
+{
+    const int8_arg *a = arg;
+    const cb_gqa_layer *y = a->call->layer;
+    return a->q + (i * y->n_heads + head) * y->head_dim;
+}
+
+static void int8_query(const void *arg, int64_t i, int64_t head, float *to)
+{
+    const int8_arg *a = arg;
+    memcpy(to, int8_result(arg, i, head), (size_t)a->call->layer->head_dim * sizeof(float));
+}
+
+static void int8_block(const void *arg, int64_t block, int64_t kv_head, cb_int8_block *b, float *scales)
+{
+    const int8_arg *a = arg;
+    int64_t dim = a->call->layer->head_dim, n = cb_groups(dim) * CB_KV_BLOCK;
+    const uint8_t *head = cb_gqa_int8_start(a->call->layer, a->call->step->kv, block, kv_head);
+    cb_int8_widen(cb_int8_head_scales(head, dim), 2 * n, scales);
+    *b = (cb_int8_block){head, scales, cb_int8_head_values(head, dim), scales + n, 4 * cb_quads(dim), NULL};
+}
+
+static int attend_int8(const cb_gqa_call *c, int64_t row0, int64_t n, float *q)
+{
+    const cb_gqa_layer *y = c->layer;
+    int8_arg arg = {c, q};
+    cb_int8_attention a = {
+        .pool = c->pool, .step = c->step, .row0 = row0, .n = n, .n_heads = y->n_heads, .n_kv_heads = y->n_kv_heads,
+        .depth = y->head_dim, .dim = y->head_dim, .window = y->window, .sinks = y->sinks, .arg = &arg, .query = int8_query,
+        .result = int8_result, .block = int8_block};
+    return cb_int8_attend(&a);
+}
+
 int cb_gqa_attend(const cb_gqa_call *c, int64_t row0, int64_t n, float *q)
 {
     const cb_gqa_layer *y = c->layer;
+    if (c->step->kv_format == CB_KV_INT8)
+        return attend_int8(c, row0, n, q);
     int64_t threads = cb_pool_threads(c->pool), G = y->n_heads / y->n_kv_heads, most_blocks = 0;
     for (int64_t t = row0; t < row0 + n; t++)
         most_blocks = CB_MAX(most_blocks, n_blocks_of(c, t));

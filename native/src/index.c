@@ -3,7 +3,7 @@
  * A task scores up to four rows of one sequence against a span of cached index keys; then each row's largest scores
  * are picked. Rows with no more candidates than index_topk take all of them and are never scored.
  */
-#include "attn.h"
+#include "int8.h"
 
 #include <math.h>
 #include <string.h>
@@ -46,72 +46,73 @@ static void turn_job(void *arg, int64_t begin, int64_t end, int thread)
         }
 }
 
-static bool is_int8(const cb_attn_call *c) { return c->step->kv_format == CB_KV_INT8; }
+/* Of a thread: keys (int8: their scales), products, queries and gains of a group of rows. */
+static int64_t key_floats(const cb_attn_layer *y) { return CB_KV_BLOCK * cb_lanes(y->index_dim); }
 
-/* Floats of one row's queries. */
-static int64_t query_floats(const cb_attn_call *c)
+static int64_t query_floats(const cb_attn_layer *y) { return cb_lanes(y->index_heads) * (y->index_dim + CB_GROUP); }
+
+static int64_t room_floats(const cb_attn_layer *y)
 {
-    int64_t dim = c->layer->index_dim;
-    return cb_lanes(c->layer->index_heads) * (is_int8(c) ? CB_INT8_QUERY_FLOATS(cb_groups(dim)) : dim);
+    int64_t lanes = cb_lanes(y->index_heads), fold = CB_KV_BLOCK;
+    return CB_CEIL(key_floats(y) + GROUP_ROWS * (CB_KV_BLOCK * lanes + query_floats(y) + lanes) + fold, 16) * 16;
 }
 
-/* Of a thread: keys, products, queries and gains of a group, and what quantising a query takes. */
-static int64_t key_floats(const cb_attn_layer *y)
-{
-    return CB_MAX(CB_KV_BLOCK * cb_lanes(y->index_dim), CB_INT8_ROOM_BYTES(y->index_dim) / 4);
-}
-
-static int64_t room_floats(const cb_attn_call *c)
-{
-    const cb_attn_layer *y = c->layer;
-    int64_t lanes = cb_lanes(y->index_heads), work = CB_INT8_WORK_FLOATS(cb_groups(y->index_dim));
-    int64_t floats = key_floats(y) + CB_KV_BLOCK * lanes + GROUP_ROWS * (query_floats(c) + lanes) + work;
-    return CB_CEIL(floats, 16) * 16;
-}
-
+/* Positions [from, to) of a group's rows: the lines of its scores. */
 static void score(const index_arg *a, const index_group *group, int64_t from, int64_t to, float *room)
 {
     const cb_attn_call *c = a->call;
     const cb_attn_layer *y = c->layer;
     const cb_attn_table *k = cb_kernels.attn;
-    int64_t heads = y->index_heads, dim = y->index_dim, ng = cb_groups(dim), lanes = cb_lanes(heads), per_row = query_floats(c);
+    int64_t heads = y->index_heads, dim = y->index_dim, lanes = cb_lanes(heads), per_row = query_floats(y);
     float *d = room + key_floats(y), *queries = d + CB_KV_BLOCK * lanes, *g = queries + GROUP_ROWS * per_row;
-    float *work = g + GROUP_ROWS * lanes;
     for (int64_t i = 0; i < group->n_rows; i++) {
         int64_t tile_row = group->row[i] - a->row0;
-        float *q_t = queries + i * per_row;
-        cb_int8_query int8 = cb_int8_query_in(q_t, lanes, ng);
         for (int64_t h = 0; h < lanes; h++) {
             const float *q = a->q + (tile_row * heads + h) * dim;
-            if (is_int8(c))
-                cb_int8_set_query(&int8, h, h < heads ? q : NULL, dim, work);
-            else
-                for (int64_t e = 0; e < dim; e++)
-                    q_t[cb_lane_start(h, dim) + e * CB_LANES] = h < heads ? q[e] : 0.0f;
+            for (int64_t e = 0; e < dim; e++)
+                queries[i * per_row + cb_lane_start(h, dim) + e * CB_LANES] = h < heads ? q[e] : 0.0f;
             g[i * lanes + h] = h < heads ? a->g[tile_row * heads + h] : 0.0f;
         }
     }
     int64_t last = group->row[group->n_rows - 1];
-    to = CB_MIN(to, (int64_t)c->step->position[last] + 1);
     for (int64_t first = from; first < to; first += CB_KV_BLOCK) {
         int64_t ld = 0, n = CB_MIN(CB_KV_BLOCK, to - first), block = cb_kv_block_of(c->step, last, first);
-        const float *keys = NULL;
-        cb_int8_keys int8 = {0};
-        if (is_int8(c))
-            int8 = cb_int8_block_rows(c->step->index_k, dim, block, n, room);
-        else
-            keys = cb_block_rows(c->step->index_k, c->step->kv_format, dim, dim, block, n, room, &ld);
+        const float *keys = cb_block_rows(c->step->index_k, c->step->kv_format, dim, dim, block, n, room, &ld);
         for (int64_t i = 0; i < group->n_rows; i++) {
             int64_t own = CB_MIN(n, (int64_t)c->step->position[group->row[i]] + 1 - first);
             if (own <= 0)
                 continue;
-            if (is_int8(c)) {
-                cb_int8_query q = cb_int8_query_in(queries + i * per_row, lanes, ng);
-                k->scores_int8(&q, lanes, ng, &int8, own, d);
-            } else {
-                k->scores(queries + i * per_row, lanes, dim, keys, ld, own, d);
-            }
+            k->scores(queries + i * per_row, lanes, dim, keys, ld, own, d);
             k->index_fold(d, lanes, own, g + i * lanes, a->scores + (group->line + i) * a->stride + first);
+        }
+    }
+}
+
+/* The same of an int8 cache. */
+static void score_int8(const index_arg *a, const index_group *group, int64_t from, int64_t to, float *room)
+{
+    const cb_attn_call *c = a->call;
+    const cb_attn_layer *y = c->layer;
+    const cb_int8_table *k = cb_kernels.int8;
+    int64_t heads = y->index_heads, dim = y->index_dim, ng = cb_groups(dim), n_q = group->n_rows * heads;
+    float *d = room + key_floats(y), *fold = d + GROUP_ROWS * CB_KV_BLOCK * cb_lanes(heads), *scale = fold + CB_KV_BLOCK;
+    cb_int8_queries q = {.depth = dim, .scale = scale, .sum = (int32_t *)(scale + n_q * ng)};
+    q.q = (int8_t *)(q.sum + n_q * ng);
+    for (int64_t j = 0; j < n_q; j++)
+        cb_int8_set_query(&q, j, a->q + ((group->row[j / heads] - a->row0) * heads + j % heads) * dim);
+    int64_t last = group->row[group->n_rows - 1];
+    for (int64_t first = from; first < to; first += CB_KV_BLOCK) {
+        int64_t n = CB_MIN(CB_KV_BLOCK, to - first);
+        const uint8_t *keys = cb_int8_block_at(c->step->index_k, dim, cb_kv_block_of(c->step, last, first));
+        cb_int8_block block = {.keys = keys, .key_scale = room};
+        cb_int8_widen(cb_int8_key_scales(keys, dim), ng * CB_KV_BLOCK, room);
+        k->scores(&q, n_q, &block, d, CB_KV_BLOCK);
+        for (int64_t i = 0; i < group->n_rows; i++) {
+            int64_t own = CB_MIN(n, (int64_t)c->step->position[group->row[i]] + 1 - first);
+            if (own <= 0)
+                continue;
+            k->index_fold(d + i * heads * CB_KV_BLOCK, heads, a->g + (group->row[i] - a->row0) * heads, fold);
+            memcpy(a->scores + (group->line + i) * a->stride + first, fold, (size_t)own * sizeof(float));
         }
     }
 }
@@ -120,8 +121,11 @@ static void score_job(void *arg, int64_t begin, int64_t end, int thread)
 {
     const index_arg *a = arg;
     for (int64_t item = begin; item < end; item++) {
-        int64_t from = item % a->spans * a->span;
-        score(a, &a->group[item / a->spans], from, from + a->span, a->room + thread * a->room_floats);
+        const index_group *group = &a->group[item / a->spans];
+        int64_t from = item % a->spans * a->span, last = group->row[group->n_rows - 1];
+        int64_t to = CB_MIN(from + a->span, (int64_t)a->call->step->position[last] + 1);
+        bool int8 = a->call->step->kv_format == CB_KV_INT8;
+        (int8 ? score_int8 : score)(a, group, from, to, a->room + thread * a->room_floats);
     }
 }
 
@@ -165,7 +169,7 @@ int cb_index_select(const cb_attn_call *c, int64_t row0, int64_t n, const float 
     float *scores = cb_scratch(c->pool, max_lines * stride * 4);
     index_group *group = cb_scratch(c->pool, n * (int64_t)sizeof *group);
     index_arg job = {.call = c, .row0 = row0, .q = q, .g = g, .group = group, .span = span, .spans = CB_CEIL(longest, span),
-                     .stride = stride, .scores = scores, .room_floats = room_floats(c)};
+                     .stride = stride, .scores = scores, .room_floats = room_floats(y)};
     job.room = cb_scratch(c->pool, threads * job.room_floats * 4);
     int status = q && g && scores && group && job.room ? CB_OK : CB_ENOMEM;
     if (status == CB_OK)

@@ -116,6 +116,7 @@ typedef struct {
     const char *vector_isa; /* of quantise .. delta */
     struct cb_attn_table *attn; /* owned by the attention files */
     const struct cb_gqa_table *gqa;
+    struct cb_int8_table *int8;
 } cb_table;
 
 extern cb_table cb_kernels; /* changed only by load and cb_isa_limit */
@@ -124,21 +125,25 @@ extern cb_table cb_kernels; /* changed only by load and cb_isa_limit */
 void cb_linear_table_ref(cb_table *t);
 void cb_vector_table_ref(cb_table *t);
 void cb_attn_table_ref(cb_table *t);
+void cb_int8_table_ref(cb_table *t);
 void cb_linear_table_avx2(cb_table *t);
 void cb_vector_table_avx2(cb_table *t);
 void cb_attn_table_avx2(cb_table *t);
-void cb_attn_int8_table_avx2(cb_table *t);
+void cb_int8_table_avx2(cb_table *t);
 void cb_linear_table_avx512(cb_table *t);
 void cb_vector_table_avx512(cb_table *t);
 void cb_attn_table_avx512(cb_table *t);
-void cb_attn_int8_table_avx512(cb_table *t);
+void cb_int8_table_avx512(cb_table *t);
 void cb_linear_table_avx512vnni(cb_table *t);
-void cb_attn_table_avx512vnni(cb_table *t);
+void cb_int8_table_avx512vnni(cb_table *t);
 void cb_linear_table_amx(cb_table *t);
+void cb_int8_table_amx(cb_table *t);
 void cb_linear_table_neon(cb_table *t);
 void cb_vector_table_neon(cb_table *t);
 void cb_attn_table_neon(cb_table *t);
+void cb_int8_table_neon(cb_table *t);
 void cb_linear_table_neondot(cb_table *t);
+void cb_int8_table_neondot(cb_table *t);
 
 /* Highest rung that processor and operating system offer, as a bit set 1 << cb_isa. */
 unsigned cb_cpu_isas(void);

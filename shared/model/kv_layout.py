@@ -64,8 +64,10 @@ def kv_layout(
     found = []
     for attention in layers:
         ring = ring_blocks(attention.reach, states, n_blocks)
-        n_own = states.n_sequences * ring or n_blocks
-        rows = tuple(place(n_own * KV_BLOCK * kv_row_bytes(kv_dtype, part.n_values)) for part in attention.rows)
+        n_positions = (states.n_sequences * ring or n_blocks) * KV_BLOCK
+        rows = tuple(
+            place(n_positions * part.n_vectors * kv_row_bytes(kv_dtype, part.n_values)) for part in attention.rows
+        )
         state = drafts = None
         if attention.state is not None:
             n_slots = SLOTS * states.n_sequences + states.n_snapshots

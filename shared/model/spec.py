@@ -83,12 +83,6 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return any(attention.state for attention in self.attention)
 
     @property
-    def kv_dtypes(self) -> tuple[str, ...]:
-        """The formats in which every layer can be cached."""
-        first, *others = (attention.kv_dtypes for attention in self.attention)
-        return tuple(dtype for dtype in first if all(dtype in other for other in others))
-
-    @property
     def mtp_layer(self) -> int:
         return self.n_layers
 

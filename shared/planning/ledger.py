@@ -181,11 +181,6 @@ def _check_settings(spec: ModelSpec, settings: Settings) -> None:
         )
     if isinstance(settings.draft, int) and settings.draft > 0 and not spec.n_mtp:
         raise ConfigError(f"draft = {settings.draft}: this model has no MTP layer that could draft. Use draft = off.")
-    if settings.kv_dtype not in spec.kv_dtypes:
-        raise ConfigError(
-            f"kv_dtype = {settings.kv_dtype}: only latent attention can cache so, and this model has layers of another kind. "
-            f"Use one of {', '.join(spec.kv_dtypes)}."
-        )
 
 
 def _asked_slots(settings: Settings) -> int:

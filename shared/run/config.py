@@ -32,7 +32,7 @@ class Passed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     kv_dtype: Annotated[
         Literal["f32", "bf16", "int8"],
-        Setting("precision of the KV cache; int8: half the bytes of bf16, latent attention alone"),
+        Setting("precision of the KV cache; int8: half the bytes of bf16"),
     ] = "bf16"
     pilot: Annotated[
         Literal["on", "off", "random"],

@@ -180,29 +180,46 @@ class Cache:
 
     def fill(self, rows: np.ndarray) -> None:
         """The first sequence's latents from rows f32[n, width]."""
+        self._fill(self.kv, rows)
+
+    def fill_index(self, rows: np.ndarray) -> None:
+        """Its index keys from rows f32[n, index_dim]."""
+        self._fill(self.index_k, rows)
+
+    def _fill(self, which: np.ndarray, rows: np.ndarray) -> None:
         n, width = rows.shape
         padded = np.zeros((len(self.table[0]) * KV_BLOCK, width), np.float32)
         padded[:n] = rows
         if self.kv_format != "int8":
             stored = padded if self.kv_format == "f32" else to_bf16(padded)
-            self.kv[self.table[0]] = stored.reshape(-1, KV_BLOCK, width)
+            which[self.table[0]] = stored.reshape(-1, KV_BLOCK, width)
             return
         groups = np.pad(padded, ((0, 0), (0, -width % 64))).reshape(len(padded), -1, 64)
         scale = to_bf16(np.abs(groups).max(-1) / 127)
         step = np.where(scale == 0, np.float32(1), from_bf16(scale))
         q = np.clip(np.rint(groups / step[..., None]), -127, 127).reshape(len(padded), -1)[:, :width]
-        blocks = self.kv[self.table[0]]
-        blocks[:, : KV_BLOCK * width] = (q + 128).astype(np.uint8).reshape(len(blocks), -1)
-        blocks[:, KV_BLOCK * width :] = scale.reshape(len(blocks), -1).view(np.uint8)
-        self.kv[self.table[0]] = blocks
+        blocks, bytes_of_row = which[self.table[0]], -(-width // 4) * 4
+        values = np.pad((q + 128).astype(np.uint8), ((0, 0), (0, bytes_of_row - width))).reshape(len(blocks), KV_BLOCK, -1)
+        scale = scale.reshape(len(blocks), KV_BLOCK, -1)
+        if which is self.index_k:  # component by component
+            values = values.reshape(len(blocks), KV_BLOCK, -1, 4).transpose(0, 2, 1, 3)
+            scale = np.ascontiguousarray(scale.transpose(0, 2, 1))
+        blocks[:, : KV_BLOCK * bytes_of_row] = values.reshape(len(blocks), -1)
+        blocks[:, KV_BLOCK * bytes_of_row :] = scale.reshape(len(blocks), -1).view(np.uint8)
+        which[self.table[0]] = blocks
 
     def int8_entries(self, which: np.ndarray, seq: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """The first n entries as integers f32[n, width] and their scales f32[n, ceil(width / 64)]."""
         d, blocks = self.dims, which[self.table[seq]]
         width = d.kv_rank + d.rope if which is self.kv else d.index_dim
-        values = blocks[:, : KV_BLOCK * width].reshape(-1, width)[:n].astype(np.float32) - np.float32(128)
-        scales = np.ascontiguousarray(blocks[:, KV_BLOCK * width :]).view(np.uint16).reshape(-1, -(-width // 64))[:n]
-        return values, from_bf16(scales)
+        bytes_of_row, groups = -(-width // 4) * 4, -(-width // 64)
+        values = blocks[:, : KV_BLOCK * bytes_of_row]
+        scales = np.ascontiguousarray(blocks[:, KV_BLOCK * bytes_of_row :]).view(np.uint16)
+        if which is self.index_k:  # component by component
+            values = values.reshape(len(blocks), -1, KV_BLOCK, 4).transpose(0, 2, 1, 3)
+            scales = scales.reshape(len(blocks), groups, KV_BLOCK).transpose(0, 2, 1)
+        plain = values.reshape(-1, bytes_of_row)[:n, :width].astype(np.float32) - np.float32(128)
+        return plain, from_bf16(np.ascontiguousarray(scales)).reshape(-1, groups)[:n]
 
 
 @dataclass

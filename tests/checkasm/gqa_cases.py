@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from native.attention import KV_BLOCK, AttnStep
+from native.attention import KV_BLOCK, AttnStep, kv_row_bytes
 from native.gqa import GqaLayer, gqa_forward
 from native.library import Pool
 from tests.checkasm.attn_cases import from_bf16, packed, to_bf16
@@ -116,8 +116,12 @@ class Cache:
         self.n_blocks = self.n_sequences * per_sequence + 3
         order = np.random.default_rng(self.seed).permutation(self.n_blocks)[: self.n_sequences * per_sequence]
         self.table = order.reshape(self.n_sequences, per_sequence).astype(np.int32)
-        dtype, nan = (np.float32, np.nan) if self.kv_format == "f32" else (np.uint16, 0x7FC0)
         y = self.layer
+        if self.kv_format == "int8":  # all ones: the scales are NaN
+            n_bytes = 2 * KV_BLOCK * kv_row_bytes("int8", y.head_dim)
+            self.kv = np.full((self.n_blocks, y.n_kv_heads, n_bytes), 255, np.uint8)
+            return
+        dtype, nan = (np.float32, np.nan) if self.kv_format == "f32" else (np.uint16, 0x7FC0)
         self.kv = np.full((self.n_blocks, y.n_kv_heads, 2 * KV_BLOCK * y.head_dim), nan, dtype)
 
     def _views(self) -> tuple[np.ndarray, np.ndarray]:
@@ -129,6 +133,9 @@ class Cache:
 
     def entries(self, seq: int, n: int) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values f64[n, heads, components] of a sequence's first n positions."""
+        if self.kv_format == "int8":
+            (keys, of_keys), (values, of_values) = self.int8_entries(seq, n)
+            return keys * of_keys, values * of_values
         plain = self.kv if self.kv.dtype == np.float32 else from_bf16(self.kv)
         y, half = self.layer, KV_BLOCK * self.layer.head_dim
         blocks = plain[self.table[seq]].astype(np.float64)
@@ -137,13 +144,50 @@ class Cache:
         shape = (-1, y.n_kv_heads, y.head_dim)
         return keys.reshape(shape)[:n], values.reshape(shape)[:n]
 
+    def int8_entries(self, seq: int, n: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        """Keys and values, each as integers and the scale of each: f64[n, heads, components]."""
+        dim, blocks = self.layer.head_dim, self.kv[self.table[seq]]
+        quads, groups = -(-dim // 4), -(-dim // 64)
+        n_bytes, shape = KV_BLOCK * quads * 4, blocks.shape[:2]
+        keys = blocks[..., :n_bytes].reshape(*shape, quads, KV_BLOCK, 4).transpose(0, 3, 1, 2, 4).astype(np.float64) - 128
+        values = blocks[..., n_bytes : 2 * n_bytes].view(np.int8).reshape(*shape, KV_BLOCK // 4, quads * 4, 4)
+        scales = from_bf16(np.ascontiguousarray(blocks[..., 2 * n_bytes :]).view(np.uint16))
+        scales = scales.reshape(*shape, 2, groups, KV_BLOCK).transpose(2, 0, 4, 1, 3).astype(np.float64)
+        of_all = [np.repeat(s.reshape(-1, shape[1], groups), 64, axis=2)[:n, :, :dim] for s in scales]
+        by_position = values.transpose(0, 4, 2, 1, 3)  # [blocks, 4, 16, heads, components]: j + 16 i is place (i, j)
+        found = keys.reshape(-1, shape[1], quads * 4), by_position.reshape(-1, shape[1], quads * 4).astype(np.float64)
+        return (found[0][:n, :, :dim], of_all[0]), (found[1][:n, :, :dim], of_all[1])
+
     def fill(self, seq: int, keys: np.ndarray, values: np.ndarray) -> None:
         """The first len(keys) positions of a sequence become f32[n, heads, components]."""
+        if self.kv_format == "int8":
+            self._fill_int8(seq, keys, values)
+            return
         all_keys, all_values = self._views()
         for p, (k, v) in enumerate(zip(keys, values, strict=True)):
             block, offset = self.table[seq, p // KV_BLOCK], p % KV_BLOCK
             all_keys[block, :, :, offset] = k if self.kv_format == "f32" else to_bf16(k)
             all_values[block, :, offset] = v if self.kv_format == "f32" else to_bf16(v)
+
+    def _fill_int8(self, seq: int, keys: np.ndarray, values: np.ndarray) -> None:
+        dim = self.layer.head_dim
+        quads, groups = -(-dim // 4), -(-dim // 64)
+        n_bytes = KV_BLOCK * quads * 4
+        for i, rows in enumerate((keys, values)):
+            padded = np.pad(rows, ((0, 0), (0, 0), (0, groups * 64 - dim))).reshape(*rows.shape[:2], groups, 64)
+            scale = to_bf16(np.abs(padded).max(-1) / 127)
+            step = np.where(scale == 0, np.float32(1), from_bf16(scale))[..., None]
+            q = np.clip(np.rint(padded / step), -127, 127).reshape(*rows.shape[:2], -1)[..., : quads * 4]
+            for p in range(len(rows)):
+                block, offset = self.kv[self.table[seq, p // KV_BLOCK]], p % KV_BLOCK
+                part = block[:, i * n_bytes : (i + 1) * n_bytes]
+                if i == 0:
+                    part.reshape(-1, quads, KV_BLOCK, 4)[:, :, offset] = (q[p] + 128).reshape(-1, quads, 4)
+                else:
+                    by_quad = part.reshape(-1, KV_BLOCK // 4, quads * 4, 4)
+                    by_quad[:, offset % 16, :, offset // 16] = q[p].astype(np.int8).view(np.uint8)
+                scales = block[:, 2 * n_bytes :].view(np.uint16).reshape(-1, 2, groups, KV_BLOCK)
+                scales[:, i, :, offset] = scale[p]
 
 
 @dataclass

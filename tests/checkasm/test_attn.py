@@ -48,9 +48,7 @@ CASES = {
 
 @pytest.fixture
 def attn_rung(rung: Rung) -> Rung:
-    """Rungs that have inner loops of attention of their own, those of an int8 cache included."""
-    if rung.isa == "amx":
-        pytest.skip("attention on amx is the avx512vnni rung")
+    """Every rung has inner loops of an int8 cache, if not of the others, of its own."""
     return rung
 
 
@@ -461,6 +459,31 @@ def test_blocks_computed_apart_join_to_the_same_bits(attn_rung: Rung, ref: Rung,
         cache.kv[cache.table[0, 0]] = cache.kv[cache.table[0, 1]]
         other = run(pool, struct, cache, x[-2:], position[-2:])
     assert not np.array_equal(other.x, results[0].x)
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+def test_the_indexer_finds_a_needle_in_four_times_what_it_keeps(kv_format: str) -> None:
+    """One key among 256 turns to where the row's index queries point, at any place; the row attends to 64."""
+    dims = replace(ORACLE, index_topk=64)
+    layer, context = Layer.random(dims, seed=21), 4 * 64
+    struct, x, position = layer.struct(), rows_of(dims, 1), np.array([context])
+    rng, state, d = np.random.default_rng(22), model_state(layer, x, position), dims
+    q = (state.q_lat @ layer.w["index_wq_b"].astype(np.float64).T).reshape(1, d.index_heads, d.index_dim)
+    q[..., : d.rope] = rotate(q[..., : d.rope], position, layer, d.index_rope_interleave)
+    gains = (state.h @ layer.w["index_weights"].astype(np.float64).T)[0]
+    needle = np.maximum(gains, 0) @ q[0]
+    needle *= 1.5 * np.sqrt(d.index_dim) / np.linalg.norm(needle)
+    keys = rng.normal(size=(context, d.index_dim)).astype(np.float32)
+    latents = rng.normal(size=(context, d.kv_rank + d.rope)).astype(np.float32)
+    for place in (0, 1, 63, 64, 130, 191, 254, 255):
+        for planted in (True, False):
+            cache, hay = Cache(dims, kv_format, 1, context + 1), keys.copy()
+            hay[place] = needle if planted else -needle
+            cache.fill(latents)
+            cache.fill_index(hay)
+            with Pool(2) as pool:
+                found = run(pool, struct, cache, x, position)
+            assert (place in found.selected[0]) == planted
 
 
 def test_only_the_rows_own_entries_are_written() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conversion.checkpoint import Checkpoint
-from native.attention import AttnLayer
+from native.attention import INDEX_KINDS, AttnLayer
 from native.library import Pool
 from shared.model.attention.latent import Latent
 from shared.model.family import load_spec
@@ -91,6 +91,45 @@ def ffn(checkpoint: Checkpoint, layer: int, h: np.ndarray, trace: dict[str, np.n
         rows, slots = np.nonzero(ids == expert)
         out[rows] += share[rows, slots, None] * mlp(checkpoint, f"{prefix}experts.{expert}.", h[rows])
     return out
+
+
+OF_INT8 = 0.03  # of a layer's largest change; largest seen 0.019
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "glm_moe_dsa_fp8", "deepseek_v3", "deepseek_v32"])
+def test_an_int8_cache_stays_close_to_the_trace(family: str) -> None:
+    """What attention adds to the residual stream, each layer from the reference's own input and with its selection."""
+    folder = ORACLES / family
+    spec, trace, checkpoint = load_spec(folder), dict(np.load(folder / "trace.npz")), Checkpoint.open(folder)
+    try:
+        n = len(trace["resid_00"])
+        for layer in range(spec.n_layers):
+            mla = spec.attention[layer]
+            index = mla.indexer
+            topk = index.topk if index else 1
+            dims = Dims(
+                hidden=spec.hidden, n_heads=mla.n_heads, kv_rank=mla.kv_rank, rope=mla.rope.dim,
+                index_kind="shared" if index else "none", index_dim=1, index_topk=topk,
+            )  # fmt: skip
+            x, position, struct = trace[f"resid_{layer:02d}"].astype(np.float32), np.arange(n), attn_struct(checkpoint, spec, layer)
+            selection = None
+            if index:
+                owner = max(i for i in range(layer + 1) if spec.attention[i].owns_indexer)
+                allowed = trace[f"index_sel_{owner:02d}"].astype(bool)
+                chosen = np.full((n, topk), -1, np.int32)
+                counts = np.where(np.arange(n) < topk, -1, topk).astype(np.int32)
+                for t in range(topk, n):
+                    chosen[t] = np.nonzero(allowed[t])[0]
+                selection = Result(x, x, chosen, counts)
+                struct.index_kind = INDEX_KINDS["shared"]
+            with Pool(2) as pool:
+                found, exact = (
+                    run(pool, struct, Cache(dims, fmt, 1, n), x, position, selection=selection).x for fmt in ("int8", "f32")
+                )
+            error = np.abs(found - exact).max() / np.abs(exact - x).max()
+            assert 0 < error < OF_INT8, f"{family} layer {layer}: {error}"
+    finally:
+        checkpoint.close()
 
 
 @pytest.mark.parametrize("chunk", [0, 5])

@@ -38,7 +38,7 @@ def spans(
     found = []
     for at, layer in zip(layout.layers, layers, strict=True):
         found += [
-            (start, layout.n_blocks * KV_BLOCK * item(part.n_values))
+            (start, layout.n_blocks * KV_BLOCK * part.n_vectors * item(part.n_values))
             for start, part in zip(at.rows, layer.rows, strict=True)
         ]
         if layer.state:
@@ -70,7 +70,7 @@ def test_a_layer_with_a_window_holds_the_window_and_a_step() -> None:
     whole, rings = (kv_layout(spec.main_attention, "bf16", 300, places) for places in (StatePlaces(3), states))
     n_window = blocks_for(8 + 512) + 1
     assert [layer.ring for layer in rings.layers] == [n_window, 0, n_window, 0]
-    rows = [2 * KV_BLOCK * layer.rows[0].n_values for layer in spec.main_attention]
+    rows = [2 * KV_BLOCK * layer.rows[0].n_vectors * layer.rows[0].n_values for layer in spec.main_attention]
     assert whole.total_bytes - rings.total_bytes == pytest.approx(2 * (300 - 3 * n_window) * rows[0], abs=4096 * 4)
 
 
@@ -84,11 +84,12 @@ def test_windows_are_in_the_ledger() -> None:
         return sum(line.bytes for line in made.lines if line.what.startswith("KV of"))
 
     grown = kv_bytes(64_000) - kv_bytes(32_000)
-    assert grown == pytest.approx(2 * 32_000 * 2 * spec.attention[1].rows[0].n_values, rel=0.01)
+    part = spec.attention[1].rows[0]
+    assert grown == pytest.approx(2 * 32_000 * 2 * part.n_vectors * part.n_values, rel=0.01)
 
 
-ITEMS = {"f32": lambda n: 4 * n, "bf16": lambda n: 2 * n, "int8": lambda n: n + 2 * -(-n // 64)}
-"""Bytes of a position by its number of values."""
+ITEMS = {"f32": lambda n: 4 * n, "bf16": lambda n: 2 * n, "int8": lambda n: 4 * -(-n // 4) + 2 * -(-n // 64)}
+"""Bytes of a position's vector by its number of values."""
 
 
 @pytest.mark.parametrize("kv_dtype", ITEMS)

@@ -11,6 +11,7 @@
  * Bound       A group of 16 rows takes 24 + 3 * 16 vector operations, 16 cycles of the tile unit and 544 bytes of weights:
  *             with few rows memory sets the speed, with many the sums do.
  * Room        300 KiB of stack, of which a call with few groups or rows touches little. */
+#include "amx.h"
 #include "weights_512.h"
 
 #define LEAST_ROWS 4
@@ -21,20 +22,7 @@
 #define PIECES 128 /* of a slice: one group of one tile */
 #define AHEAD 4    /* units of weights that are asked for before they are needed */
 
-#ifndef CB_TILE_CONFIG /* gcc 12's _tile_loadconfig lets the compiler know of 8 of the 64 bytes only */
-#define CB_TILE_CONFIG(config) __asm__ volatile("ldtilecfg %0" : : "m"(config))
-#endif
-/* Nor do its tile loads say that they read memory. */
-#define STORES_ARE_DONE() __asm__ volatile("" : : : "memory")
-
-/* The layout that ldtilecfg reads. Missing rows and inputs are zeros. Tiles: 0..3 products, 4 and 5 activations, 6 and 7 weights. */
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t n_rows[16];
-} tile_config;
-static const _Alignas(64) tile_config full_tiles = {
-    .palette = 1, .row_bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .n_rows = {16, 16, 16, 16, 16, 16, 16, 16}};
+/* Tiles: 0..3 products, 4 and 5 activations, 6 and 7 weights. */
 static const _Alignas(64) tile_config half_tiles = {
     .palette = 1, .row_bytes = {64, 64, 64, 64, 32, 32, 64, 64}, .n_rows = {16, 16, 16, 16, 16, 16, 8, 8}};
 

@@ -68,11 +68,6 @@ class Delta(Attention, frozen=True, kw_only=True):
     # ---- memory and cost ----
 
     @property
-    def kv_dtypes(self) -> tuple[str, ...]:
-        """It caches no rows."""
-        return "f32", "bf16", "int8"
-
-    @property
     def state(self) -> SequenceState:
         heads = self.n_key_heads, self.n_value_heads
         slot, record = state_values(*heads, self.key_dim, self.value_dim, self.taps)

@@ -99,7 +99,7 @@ class Grouped(Attention, frozen=True, kw_only=True):
 
     @property
     def rows(self) -> tuple[PositionRows, ...]:
-        return (PositionRows("keys and values", 2 * self.kv_width),)
+        return (PositionRows("keys and values", self.head_dim, 2 * self.n_kv_heads),)
 
     @property
     def reach(self) -> int:
@@ -169,7 +169,8 @@ class Grouped(Attention, frozen=True, kw_only=True):
             q, k, v = ([np.clip(x, -limit, limit) for x in part] for part in (q, k, v))
         if self.has_value_norm:
             v = [x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + np.float32(self.rms_eps)) for x in v]
-        q = [self.rope.turn(x, lanes.positions) for x in q]
+        scale = np.float32(self.softmax_scale)
+        q = lanes.queries([self.rope.turn(x, lanes.positions) * scale for x in q])
         k = lanes.cached([self.rope.turn(x, lanes.positions) for x in k])
         v = lanes.cached(v)
         seen = causal(lanes, self.window)
@@ -177,7 +178,7 @@ class Grouped(Attention, frozen=True, kw_only=True):
         mixed = []
         for i, sink in enumerate(sinks):
             parts = [
-                attend(q[i][span], k[i][span], v[i][span], self.softmax_scale, allowed, sink)
+                attend(q[i][span], k[i][span], v[i][span], allowed, sink)
                 for span, allowed in zip(lanes.spans, seen)
             ]
             mixed.append(np.concatenate(parts).reshape(n_rows, -1))
@@ -214,11 +215,11 @@ class GroupedKernel:
         gqa_forward(pool, self._layer, step)
 
 
-def attend(queries: F32, keys: F32, values: F32, scale: float, allowed: NDArray[np.bool_], sink: F32 | None) -> F32:
-    """queries f32[T, H, C], keys and values f32[T, K, C], allowed [T, T], sink f32[H] or None -> f32[T, H, C]."""
+def attend(queries: F32, keys: F32, values: F32, allowed: NDArray[np.bool_], sink: F32 | None) -> F32:
+    """queries f32[T, H, C], scaled, keys and values f32[T, K, C], allowed [T, T], sink f32[H] or None -> f32[T, H, C]."""
     n_rows, n_heads, dim = queries.shape
     group = n_heads // keys.shape[1]
-    by_key = (queries * np.float32(scale)).reshape(n_rows, -1, group, dim).transpose(1, 2, 0, 3)  # [K, G, T, C]
+    by_key = queries.reshape(n_rows, -1, group, dim).transpose(1, 2, 0, 3)  # [K, G, T, C]
     scores = np.matmul(by_key, keys.transpose(1, 2, 0)[:, None])
     scores += np.where(allowed, np.float32(0.0), np.float32(-np.inf))
     most = scores.max(axis=3, keepdims=True)

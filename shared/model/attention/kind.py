@@ -21,10 +21,11 @@ from shared.model.tensors import F32, PlannedTensor, Tensors, stand_ins
 
 
 class PositionRows(msgspec.Struct, frozen=True):
-    """Something that a layer caches of every position, in blocks of KV_BLOCK positions and in the KV format."""
+    """Vectors of ``n_values`` that a layer caches of every position, in blocks of KV_BLOCK positions and in the KV format."""
 
     name: str
     n_values: int
+    n_vectors: int = 1
 
 
 class SequenceState(msgspec.Struct, frozen=True):
@@ -98,11 +99,6 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True):
     def reach(self) -> int:
         """Positions that a row sees, its own included; 0: all."""
         return 0
-
-    @property
-    def kv_dtypes(self) -> tuple[str, ...]:
-        """The formats in which its rows can be cached."""
-        return "f32", "bf16"
 
     @property
     def state(self) -> SequenceState | None:

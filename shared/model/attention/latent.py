@@ -112,10 +112,6 @@ class Latent(Attention, frozen=True, kw_only=True):
         return (latent,)
 
     @property
-    def kv_dtypes(self) -> tuple[str, ...]:
-        return "f32", "bf16", "int8"
-
-    @property
     def n_selected(self) -> int:
         return self.indexer.topk if self.indexer else 0
 

@@ -598,7 +598,7 @@ static void family_gqa(int rung)
     for (int i = 0; i < N_KINDS; i++) {
         int32_t n_heads = heads[i % 3][0], n_kv = heads[i % 3][1], dim = dims[i % 3];
         int64_t n = PROMPT + DECODE;
-        int f = kinds[i].format, act = kinds[i].act, kv_format = i % 2 ? CB_KV_BF16 : CB_KV_F32;
+        int f = kinds[i].format, act = kinds[i].act, kv_format = i % 3;
         seed = (uint64_t)(i + 500);
         cb_gqa_layer layer = {
             .hidden = HIDDEN, .n_heads = n_heads, .n_kv_heads = n_kv, .head_dim = dim, .rope = 8, .window = windows[i % 3],
@@ -617,7 +617,7 @@ static void family_gqa(int rung)
             x[turn] = output(n * HIDDEN);
             hidden[turn] = output(n * HIDDEN);
             memcpy(x[turn], start, (size_t)(n * HIDDEN) * 4);
-            char *kv = guarded((int64_t)BLOCKS * n_kv * 2 * CB_KV_BLOCK * dim * (kv_format == CB_KV_BF16 ? 2 : 4), 64);
+            char *kv = guarded(BLOCKS * n_kv * 2 * CB_KV_BLOCK * cb_kv_row_bytes(kv_format, dim), 64);
             for (int64_t t = 0; t < n;) {
                 int64_t rows = t < PROMPT ? MIN(turn ? 40 : PROMPT, PROMPT - t) : 1;
                 cb_attn_step step = {.n_rows = rows, .position = position + t, .seq = seq, .block_table = table,

@@ -144,6 +144,27 @@ E_FN __m512i _mm512_srli_epi16(__m512i v, unsigned n)
     E_EACH(32) v.u16[l] = (uint16_t)(n > 15 ? 0 : v.u16[l] >> n);
     return v;
 }
+E_FN __m512i _mm512_slli_epi16(__m512i v, unsigned n)
+{
+    E_EACH(32) v.u16[l] = (uint16_t)(n > 15 ? 0 : v.u16[l] << n);
+    return v;
+}
+E_FN __m512i _mm512_srai_epi16(__m512i v, unsigned n)
+{
+    E_EACH(32) v.i16[l] = (int16_t)(v.i16[l] >> (n > 15 ? 15 : n));
+    return v;
+}
+E_OP2(_mm512_andnot_si512, __m512i, 16, o.u32[l] = ~a.u32[l] & b.u32[l])
+E_FN __m512i _mm512_mask_mov_epi16(__m512i source, uint32_t m, __m512i a)
+{
+    E_EACH(32) source.u16[l] = m >> l & 1 ? a.u16[l] : source.u16[l];
+    return source;
+}
+E_FN __m512 _mm512_mask_mov_ps(__m512 source, __mmask16 m, __m512 a)
+{
+    E_EACH(16) source.f[l] = m >> l & 1 ? a.f[l] : source.f[l];
+    return source;
+}
 E_FN __m512i _mm512_maskz_and_epi32(__mmask16 m, __m512i a, __m512i b)
 {
     E_EACH(16) a.u32[l] = m >> l & 1 ? a.u32[l] & b.u32[l] : 0;
@@ -264,8 +285,8 @@ E_TILE_FN void _tile_stored(int t, void *base, int64_t stride)
     for (int r = 0; r < e_tiles.n_rows[t]; r++)
         memcpy((char *)base + r * stride, e_tile[t].i8[r], e_tiles.row_bytes[t]);
 }
-/* c[row][column] += sum over quads of a[row][4 quad + j] * b[quad][4 column + j], all signed */
-E_TILE_FN void _tile_dpbssd(int c, int a, int b)
+/* c[row][column] += sum over quads of a[row][4 quad + j] * b[quad][4 column + j]; b is signed, a is or is not */
+E_TILE_FN void e_tile_products(int c, int a, int b, int is_signed)
 {
     int rows = e_tiles.n_rows[c], columns = e_tiles.row_bytes[c] / 4, quads = e_tiles.n_rows[b];
     e_tile_used(a);
@@ -274,8 +295,12 @@ E_TILE_FN void _tile_dpbssd(int c, int a, int b)
     for (int r = 0; r < rows; r++)
         for (int q = 0; q < quads; q++)
             for (int n = 0; n < columns; n++)
-                for (int j = 0; j < 4; j++)
-                    e_tile[c].i32[r][n] += e_tile[a].i8[r][4 * q + j] * e_tile[b].i8[q][4 * n + j];
+                for (int j = 0; j < 4; j++) {
+                    int8_t byte = e_tile[a].i8[r][4 * q + j];
+                    e_tile[c].i32[r][n] += (is_signed ? byte : (uint8_t)byte) * e_tile[b].i8[q][4 * n + j];
+                }
 }
+#define _tile_dpbssd(c, a, b) e_tile_products(c, a, b, 1)
+#define _tile_dpbusd(c, a, b) e_tile_products(c, a, b, 0)
 
 #endif
