@@ -48,7 +48,7 @@ def sizes(preset: str) -> list[str]:
     weights = known(preset, "f32")[2] / 4
     resident = facts.dense_bytes + facts.gate_bytes + facts.shared_bytes
     growing = [layer for layer in spec.main_attention if not layer.reach]
-    position = sum(kv_row_bytes("bf16", part.n_values) for layer in growing for part in layer.rows)
+    position = sum(part.n_vectors * kv_row_bytes("bf16", part.n_values) for layer in growing for part in layer.rows)
     of_each = [n_bytes, known(preset, "int8")[2], resident]
     return [
         preset, f"`{spec.family}`", f"{spec.n_layers} x {spec.hidden}", f"{spec.gate_k} of {spec.n_experts}",

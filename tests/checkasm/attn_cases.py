@@ -199,7 +199,9 @@ class Cache:
         step = np.where(scale == 0, np.float32(1), from_bf16(scale))
         q = np.clip(np.rint(groups / step[..., None]), -127, 127).reshape(len(padded), -1)[:, :width]
         blocks, bytes_of_row = which[self.table[0]], -(-width // 4) * 4
-        values = np.pad((q + 128).astype(np.uint8), ((0, 0), (0, bytes_of_row - width))).reshape(len(blocks), KV_BLOCK, -1)
+        values = np.pad((q + 128).astype(np.uint8), ((0, 0), (0, bytes_of_row - width))).reshape(
+            len(blocks), KV_BLOCK, -1
+        )
         scale = scale.reshape(len(blocks), KV_BLOCK, -1)
         if which is self.index_k:  # component by component
             values = values.reshape(len(blocks), KV_BLOCK, -1, 4).transpose(0, 2, 1, 3)

@@ -149,7 +149,9 @@ class Cache:
         dim, blocks = self.layer.head_dim, self.kv[self.table[seq]]
         quads, groups = -(-dim // 4), -(-dim // 64)
         n_bytes, shape = KV_BLOCK * quads * 4, blocks.shape[:2]
-        keys = blocks[..., :n_bytes].reshape(*shape, quads, KV_BLOCK, 4).transpose(0, 3, 1, 2, 4).astype(np.float64) - 128
+        keys = (
+            blocks[..., :n_bytes].reshape(*shape, quads, KV_BLOCK, 4).transpose(0, 3, 1, 2, 4).astype(np.float64) - 128
+        )
         values = blocks[..., n_bytes : 2 * n_bytes].view(np.int8).reshape(*shape, KV_BLOCK // 4, quads * 4, 4)
         scales = from_bf16(np.ascontiguousarray(blocks[..., 2 * n_bytes :]).view(np.uint16))
         scales = scales.reshape(*shape, 2, groups, KV_BLOCK).transpose(2, 0, 4, 1, 3).astype(np.float64)

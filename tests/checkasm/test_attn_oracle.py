@@ -111,7 +111,11 @@ def test_an_int8_cache_stays_close_to_the_trace(family: str) -> None:
                 hidden=spec.hidden, n_heads=mla.n_heads, kv_rank=mla.kv_rank, rope=mla.rope.dim,
                 index_kind="shared" if index else "none", index_dim=1, index_topk=topk,
             )  # fmt: skip
-            x, position, struct = trace[f"resid_{layer:02d}"].astype(np.float32), np.arange(n), attn_struct(checkpoint, spec, layer)
+            x, position, struct = (
+                trace[f"resid_{layer:02d}"].astype(np.float32),
+                np.arange(n),
+                attn_struct(checkpoint, spec, layer),
+            )
             selection = None
             if index:
                 owner = max(i for i in range(layer + 1) if spec.attention[i].owns_indexer)
@@ -124,7 +128,8 @@ def test_an_int8_cache_stays_close_to_the_trace(family: str) -> None:
                 struct.index_kind = INDEX_KINDS["shared"]
             with Pool(2) as pool:
                 found, exact = (
-                    run(pool, struct, Cache(dims, fmt, 1, n), x, position, selection=selection).x for fmt in ("int8", "f32")
+                    run(pool, struct, Cache(dims, fmt, 1, n), x, position, selection=selection).x
+                    for fmt in ("int8", "f32")
                 )
             error = np.abs(found - exact).max() / np.abs(exact - x).max()
             assert 0 < error < OF_INT8, f"{family} layer {layer}: {error}"

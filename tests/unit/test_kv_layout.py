@@ -123,7 +123,14 @@ def test_states_are_in_the_ledger() -> None:
         settings = Settings(max_context=context, max_sequences=n_sequences, draft=n_drafts or "off")
         made = make_ledger(spec, facts, settings, 2 << 30)
         kv = [line.bytes for line in made.lines if line.what.startswith("KV of")]
-        rows = 2 * KV_BLOCK * context // 64 * n_sequences * sum(p.n_values for a in spec.main_attention for p in a.rows)
+        rows = (
+            2
+            * KV_BLOCK
+            * context
+            // 64
+            * n_sequences
+            * sum(p.n_vectors * p.n_values for a in spec.main_attention for p in a.rows)
+        )
         assert 0 <= kv[0] - rows < 4096 * 2 * len(spec.main_attention), "the rows' own line"
         [found] = [line.bytes for line in made.lines if line.what.startswith("states of")]
         return found

@@ -178,8 +178,7 @@ class Grouped(Attention, frozen=True, kw_only=True):
         mixed = []
         for i, sink in enumerate(sinks):
             parts = [
-                attend(q[i][span], k[i][span], v[i][span], allowed, sink)
-                for span, allowed in zip(lanes.spans, seen)
+                attend(q[i][span], k[i][span], v[i][span], allowed, sink) for span, allowed in zip(lanes.spans, seen)
             ]
             mixed.append(np.concatenate(parts).reshape(n_rows, -1))
         if self.has_gate:
