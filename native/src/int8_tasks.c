@@ -15,7 +15,6 @@
 #define MIN_SPLIT_SPANS 2
 #define LEAST_HEADS 16 /* of a part of the heads that read one key head */
 #define WAVE_FLOATS ((int64_t)4 << 20) /* sums of spans computed apart at one time */
-#define PREFETCH_ROWS 12               /* selected rows lie anywhere: ask for them this many ahead */
 
 typedef struct {
     int32_t row, n_rows; /* rows of the call that a task serves */
@@ -125,8 +124,8 @@ static void prefetch_row(const cb_int8_attention *a, int64_t t, int64_t position
     const void *block = block_at(a, t, position);
     const uint8_t *row = cb_int8_row(block, a->depth, position % CB_KV_BLOCK);
     for (int64_t at = 0; at < a->depth; at += 64)
-        __builtin_prefetch(row + at);
-    __builtin_prefetch(cb_int8_row_scales(block, a->depth, position % CB_KV_BLOCK));
+        __builtin_prefetch(row + at, 0, 2); /* to the second-level cache: there are many */
+    __builtin_prefetch(cb_int8_row_scales(block, a->depth, position % CB_KV_BLOCK), 0, 2);
 }
 
 /* Some blocks of a row's keys; a latent's rows stand beside it. */
@@ -135,8 +134,10 @@ typedef struct {
     const uint8_t *rows[CB_SPAN_BLOCKS][CB_KV_BLOCK];
 } span;
 
-/* Latents of n places of row t's keys, from `place` on. */
-static void load_latents(const attend_arg *arg, int64_t t, int64_t place, int64_t n, const uint8_t **rows, float *scale)
+/* Latents of n places of row t's keys, from `place` on. Their lines are read group by group, which no processor foresees: those
+ * of the places `ahead` of them are asked for. */
+static void load_latents(const attend_arg *arg, int64_t t, int64_t place, int64_t n, int64_t ahead, const uint8_t **rows,
+                         float *scale)
 {
     const cb_int8_attention *a = arg->a;
     const int32_t *chosen = selection_of(a, t);
@@ -145,8 +146,8 @@ static void load_latents(const attend_arg *arg, int64_t t, int64_t place, int64_
     for (int64_t i = 0; i < CB_KV_BLOCK; i++) {
         int64_t at = place + CB_MIN(i, n - 1), position = chosen ? chosen[at] : at, offset = position % CB_KV_BLOCK;
         const void *block = block_at(a, t, position);
-        if (chosen && i < n && at + PREFETCH_ROWS < end)
-            prefetch_row(a, t, chosen[at + PREFETCH_ROWS]);
+        if (place + i + ahead < end)
+            prefetch_row(a, t, chosen ? chosen[place + i + ahead] : place + i + ahead);
         const uint16_t *scales = cb_int8_row_scales(block, a->depth, offset);
         rows[i] = cb_int8_row(block, a->depth, offset);
         for (int64_t g = 0; g < arg->ng; g++) {
@@ -156,9 +157,9 @@ static void load_latents(const attend_arg *arg, int64_t t, int64_t place, int64_
     }
 }
 
-/* The blocks of span b that hold places from .. to - 1 of row t's keys. */
-static void load_span(const attend_arg *arg, int64_t t, int64_t kv_head, int64_t b, int64_t from, int64_t to, const attend_room *r,
-                      span *s)
+/* The blocks of span b that hold places from .. to - 1 of row t's keys; has_next: the span behind it is the caller's next one. */
+static void load_span(const attend_arg *arg, int64_t t, int64_t kv_head, int64_t b, int64_t from, int64_t to, bool has_next,
+                      const attend_room *r, span *s)
 {
     const cb_int8_attention *a = arg->a;
     for (int64_t i = from / CB_KV_BLOCK; i < CB_CEIL(to, CB_KV_BLOCK); i++) {
@@ -168,7 +169,7 @@ static void load_span(const attend_arg *arg, int64_t t, int64_t kv_head, int64_t
             s->block[i].rows = NULL;
             a->block(a->arg, cb_kv_block_of(a->step, t, place), kv_head, &s->block[i], r->scales[i]);
         } else
-            load_latents(arg, t, place, CB_MIN(CB_KV_BLOCK, to - i * CB_KV_BLOCK), s->rows[i], r->scales[i]);
+            load_latents(arg, t, place, CB_MIN(CB_KV_BLOCK, to - i * CB_KV_BLOCK), has_next ? CB_SPAN : 0, s->rows[i], r->scales[i]);
     }
 }
 
@@ -239,7 +240,7 @@ static void attend(const attend_arg *arg, const row_group *group, int64_t head0,
         int64_t lowest, highest, j0 = (t0 - first_row) * G, n = (t1 - t0) * G;
         range_of(a, t0, b, &lowest, &to);
         range_of(a, t1 - 1, b, &from, &highest);
-        load_span(arg, t1 - 1, kv_head, b, lowest, highest, &r, &s);
+        load_span(arg, t1 - 1, kv_head, b, lowest, highest, b + 1 < end, &r, &s);
         cb_int8_queries q = {r.q.q + j0 * arg->ng * CB_GROUP, r.q.scale + j0 * arg->ng, r.q.sum + j0 * arg->ng, a->depth};
         score_span(&q, n, &s, lowest, highest, r.s);
         for (int64_t t = t0, next; t < t1; t = next) { /* rows with the same range at a time */
@@ -320,7 +321,7 @@ static void split_span_job(void *arg, int64_t begin, int64_t end, int thread)
         cb_int8_queries q = {s->q.q + task * G * ng * CB_GROUP, s->q.scale + task * G * ng, s->q.sum + task * G * ng, a->depth};
         span found;
         range_of(a, t, b, &from, &to);
-        load_span(&s->t, t, head0 * a->n_kv_heads / a->n_heads, b, from, to, &r, &found);
+        load_span(&s->t, t, head0 * a->n_kv_heads / a->n_heads, b, from, to, false, &r, &found);
         score_span(&q, G, &found, from, to, r.s);
         cb_kernels.int8->softmax(r.s, G, from, to, mb, lb);
         mix_span(&s->t, r.s, G, &found, from, to, r.u, part, NULL, NULL, zb);
