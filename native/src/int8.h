@@ -8,7 +8,7 @@
 
 #include "attn.h"
 
-#define CB_WEIGHT_MAX 32639 /* the largest weight of a span's sum: 127 * 256 + 127, so that it is two signed bytes */
+#define CB_WEIGHT_MAX 32639 /* the largest weight of a sum: 127 * 256 + 127, two signed bytes */
 #define CB_SPAN_BLOCKS 4
 #define CB_SPAN (CB_SPAN_BLOCKS * CB_KV_BLOCK) /* positions that share a maximum and integer sums: 256 * 32639 * 127 < 2^31 */
 
@@ -20,7 +20,7 @@ typedef struct {
                                * are readable */
     const float *value_scale; /* [groups of dim][CB_KV_BLOCK] */
     int64_t dim;              /* components, a multiple of 4 */
-    const uint8_t *const *rows; /* latents: [CB_KV_BLOCK] entries, value + 128, readable to whole groups; keys and values are NULL */
+    const uint8_t *const *rows; /* latents: [CB_KV_BLOCK] entries, value + 128, readable to whole groups, instead of keys, values */
 } cb_int8_block;
 
 /* Queries, each quantised as the activations of a linear are (cb_quantise_fn). */
@@ -41,14 +41,14 @@ typedef struct cb_int8_table {
      * the blocks that hold these become 0. */
     void (*softmax)(float *s, int64_t n_q, int64_t from, int64_t to, float *m, float *l);
 
-    /* Per group of values: S = the largest scale of positions from .. to - 1 of the span whose blocks are b; u f32[groups][CB_SPAN]
-     * = scale * (32639 / S), 0 elsewhere in the blocks that hold these; step = S / 32639. Where S is 0 or its quotient not finite
-     * u and step are 0, where S is not finite u is 0 and step a NaN. */
+    /* Per group of values: S = the largest scale of positions from .. to - 1 of the span whose blocks are b; step = S / 32639;
+     * u f32[groups][CB_SPAN] = scale * (32639 / S), 0 elsewhere in the blocks that hold these. Where S is 0 or its quotient not
+     * finite u and step are 0, where S is not finite u is 0 and step a NaN. */
     void (*spread)(const cb_int8_block *b, int64_t groups, int64_t from, int64_t to, float *u, float *step);
 
-    /* Some blocks of a span, n_blocks from b on; p and u begin with these. W = the low 16 bits of fma(p, u, 1.5 * 2^23), which is rint(p * u); d = sum of W times value over all positions, exact;
-     * z = fma(z, f, (f32)d * (step * g)), or z = (f32)d when f is NULL. p f32[n_q][CB_SPAN], f, g f32[n_q],
-     * z f32[n_q][groups of dim * 64]. */
+    /* Some blocks of a span, n_blocks from b on; p and u begin with these. W = the low 16 bits of fma(p, u, 1.5 * 2^23), which is
+     * rint(p * u); d = sum of W times value over all their positions, exact; z = fma(z, f, (f32)d * (step * g)), or z = (f32)d
+     * when f is NULL. p f32[n_q][CB_SPAN], f, g f32[n_q], z f32[n_q][groups of dim * 64]. */
     void (*mix)(const float *p, int64_t n_q, const cb_int8_block *b, int n_blocks, const float *u, const float *step, const float *f,
                 const float *g, float *z);
 

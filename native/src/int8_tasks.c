@@ -168,8 +168,10 @@ static void load_span(const attend_arg *arg, int64_t t, int64_t kv_head, int64_t
         if (a->block) {
             s->block[i].rows = NULL;
             a->block(a->arg, cb_kv_block_of(a->step, t, place), kv_head, &s->block[i], r->scales[i]);
-        } else
-            load_latents(arg, t, place, CB_MIN(CB_KV_BLOCK, to - i * CB_KV_BLOCK), has_next ? CB_SPAN : 0, s->rows[i], r->scales[i]);
+        } else {
+            load_latents(arg, t, place, CB_MIN(CB_KV_BLOCK, to - i * CB_KV_BLOCK), has_next ? CB_SPAN : 0, s->rows[i],
+                         r->scales[i]);
+        }
     }
 }
 
