@@ -97,7 +97,7 @@ static void score_int8(const index_arg *a, const index_group *group, int64_t fro
     int64_t heads = y->index_heads, dim = y->index_dim, ng = cb_groups(dim), n_q = group->n_rows * heads;
     float *d = room + key_floats(y), *fold = d + GROUP_ROWS * CB_KV_BLOCK * cb_lanes(heads), *scale = fold + CB_KV_BLOCK;
     cb_int8_queries q = {.depth = dim, .scale = scale, .sum = (int32_t *)(scale + n_q * ng)};
-    q.q = (int8_t *)(q.sum + n_q * ng);
+    q.q = (int8_t *)(q.sum + 2 * n_q * ng);
     for (int64_t j = 0; j < n_q; j++)
         cb_int8_set_query(&q, j, a->q + ((group->row[j / heads] - a->row0) * heads + j % heads) * dim);
     int64_t last = group->row[group->n_rows - 1];

@@ -147,7 +147,7 @@ static inline void lay_out_values(const uint8_t *const *rows, int64_t r, uint8_t
 const uint8_t *cb_int8_keys_of(const cb_int8_block *b, int64_t group, int64_t quads, uint8_t *room)
 {
     if (!b->rows)
-        return b->keys + group * CB_GROUP_BYTES;
+        return b->keys + group * CB_INT8_GROUP_BYTES;
     for (int64_t k = 0; k < quads * 4; k += 16)
         for (int64_t i = 0; i < CB_KV_BLOCK; i += 4)
             lay_out_keys(b->rows + i, group * CB_GROUP + k, room + (k / 4 * CB_KV_BLOCK + i) * 4);
@@ -168,5 +168,5 @@ const int8_t *cb_int8_values_of(const cb_int8_block *b, int64_t group, int8_t *r
 void cb_int8_set_query(const cb_int8_queries *q, int64_t j, const float *x)
 {
     int64_t ng = cb_groups(q->depth);
-    cb_kernels.quantise(x, q->depth, q->q + j * ng * CB_GROUP, q->scale + j * ng, q->sum + j * ng);
+    cb_kernels.quantise(x, q->depth, q->q + j * ng * CB_GROUP, q->scale + j * ng, q->sum + 2 * j * ng);
 }

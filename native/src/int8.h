@@ -27,7 +27,7 @@ typedef struct {
 typedef struct {
     int8_t *q;      /* [n_q][ng * 64] */
     float *scale;   /* [n_q][ng] */
-    int32_t *sum;   /* [n_q][ng] */
+    int32_t *sum;   /* [n_q][ng][2]: of each half of a group */
     int64_t depth;
 } cb_int8_queries;
 
@@ -103,8 +103,8 @@ void cb_int8_store_value(int8_t *values, uint16_t *scales, int64_t width, int64_
 void cb_int8_widen(const uint16_t *scales, int64_t n, float *to);
 
 /* Keys of a group, [quads of it][CB_KV_BLOCK][4], and values, [CB_KV_BLOCK / 4] rows of 64 components that are *ld bytes apart:
- * where they lie, or laid out in `room` of CB_GROUP_BYTES. */
-#define CB_GROUP_BYTES (CB_GROUP * CB_KV_BLOCK)
+ * where they lie, or laid out in `room` of CB_INT8_GROUP_BYTES. */
+#define CB_INT8_GROUP_BYTES (CB_GROUP * CB_KV_BLOCK)
 const uint8_t *cb_int8_keys_of(const cb_int8_block *b, int64_t group, int64_t quads, uint8_t *room);
 const int8_t *cb_int8_values_of(const cb_int8_block *b, int64_t group, int8_t *room, int64_t *ld);
 

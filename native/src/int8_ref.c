@@ -9,7 +9,7 @@ static void scores_ref(const cb_int8_queries *q, int64_t n_q, const cb_int8_bloc
     int64_t ng = cb_groups(q->depth);
     for (int64_t g = 0; g < ng; g++) {
         int64_t end = CB_MIN(CB_GROUP, q->depth - g * CB_GROUP);
-        uint8_t room[CB_GROUP_BYTES];
+        uint8_t room[CB_INT8_GROUP_BYTES];
         const uint8_t *keys = cb_int8_keys_of(b, g, cb_quads(end), room);
         for (int64_t j = 0; j < n_q; j++)
             for (int64_t p = 0; p < CB_KV_BLOCK; p++) {
@@ -61,7 +61,7 @@ static void mix_ref(const float *p, int64_t n_q, const cb_int8_block *b, int n_b
 {
     const int64_t quads = CB_KV_BLOCK / 4;
     int64_t groups = cb_groups(b->dim), ld[CB_SPAN_BLOCKS];
-    int8_t room[CB_SPAN_BLOCKS][CB_GROUP_BYTES];
+    int8_t room[CB_SPAN_BLOCKS][CB_INT8_GROUP_BYTES];
     const int8_t *values[CB_SPAN_BLOCKS];
     for (int64_t group = 0; group < groups; group++) {
         int64_t end = CB_MIN(CB_GROUP, b->dim - group * CB_GROUP);

@@ -48,7 +48,7 @@ static cb_int8_queries take_queries(const attend_arg *t, int64_t n_q, char *base
     cb_int8_queries q = {.depth = t->a->depth};
     q.q = take(base, at, n_q * t->ng * CB_GROUP);
     q.scale = take(base, at, n_q * t->ng * 4);
-    q.sum = take(base, at, n_q * t->ng * 4);
+    q.sum = take(base, at, 2 * n_q * t->ng * 4);
     return q;
 }
 
@@ -243,7 +243,7 @@ static void attend(const attend_arg *arg, const row_group *group, int64_t head0,
         range_of(a, t0, b, &lowest, &to);
         range_of(a, t1 - 1, b, &from, &highest);
         load_span(arg, t1 - 1, kv_head, b, lowest, highest, b + 1 < end, &r, &s);
-        cb_int8_queries q = {r.q.q + j0 * arg->ng * CB_GROUP, r.q.scale + j0 * arg->ng, r.q.sum + j0 * arg->ng, a->depth};
+        cb_int8_queries q = {r.q.q + j0 * arg->ng * CB_GROUP, r.q.scale + j0 * arg->ng, r.q.sum + 2 * j0 * arg->ng, a->depth};
         score_span(&q, n, &s, lowest, highest, r.s);
         for (int64_t t = t0, next; t < t1; t = next) { /* rows with the same range at a time */
             int64_t other_from, other_to;
@@ -300,7 +300,7 @@ static void split_query_job(void *arg, int64_t begin, int64_t end, int thread)
     for (int64_t j = begin; j < end; j++) { /* queries of all tasks */
         int64_t t, head0;
         task_of(s, j / G, &t, &head0);
-        cb_int8_queries one = {s->q.q + j * ng * CB_GROUP, s->q.scale + j * ng, s->q.sum + j * ng, a->depth};
+        cb_int8_queries one = {s->q.q + j * ng * CB_GROUP, s->q.scale + j * ng, s->q.sum + 2 * j * ng, a->depth};
         a->query(a->arg, t - a->row0, head0 + j % G, r.query);
         cb_int8_set_query(&one, 0, r.query);
     }
@@ -320,7 +320,7 @@ static void split_span_job(void *arg, int64_t begin, int64_t end, int thread)
             continue;
         int64_t b = first_span(a, t) + nth;
         float *part = s->part + item * s->part_floats, *mb = part + groups, *lb = mb + G, *zb = lb + G;
-        cb_int8_queries q = {s->q.q + task * G * ng * CB_GROUP, s->q.scale + task * G * ng, s->q.sum + task * G * ng, a->depth};
+        cb_int8_queries q = {s->q.q + task * G * ng * CB_GROUP, s->q.scale + task * G * ng, s->q.sum + 2 * task * G * ng, a->depth};
         span found;
         range_of(a, t, b, &from, &to);
         load_span(&s->t, t, head0 * a->n_kv_heads / a->n_heads, b, from, to, false, &r, &found);

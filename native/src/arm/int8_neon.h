@@ -49,7 +49,7 @@ static void scores(const cb_int8_queries *q, int64_t n_q, const cb_int8_block *b
     int64_t ng = cb_groups(q->depth);
     for (int64_t g = 0; g < ng; g++) {
         int64_t quads = cb_quads(CB_MIN(CB_GROUP, q->depth - g * CB_GROUP));
-        uint8_t room[CB_GROUP_BYTES];
+        uint8_t room[CB_INT8_GROUP_BYTES];
         const uint8_t *keys = cb_int8_keys_of(b, g, quads, room);
         for (int64_t p = 0; p < CB_KV_BLOCK; p += 4 * TILE_VECTORS) {
             const float *of_key = b->key_scale + g * CB_KV_BLOCK + p;
@@ -135,7 +135,7 @@ static inline void weigh(const float *p, const float *u, int32_t high[QUADS], in
 static void mix(const float *p, int64_t n_q, const cb_int8_block *b, int n_blocks, const float *u, const float *step, const float *f,
                 const float *g, float *z)
 {
-    int8_t room[CB_SPAN_BLOCKS][CB_GROUP_BYTES];
+    int8_t room[CB_SPAN_BLOCKS][CB_INT8_GROUP_BYTES];
     int32_t high[CB_SPAN_BLOCKS][QUADS], low[CB_SPAN_BLOCKS][QUADS];
     const int8_t *values[CB_SPAN_BLOCKS];
     int64_t groups = cb_groups(b->dim), ldz = groups * CB_GROUP, ld[CB_SPAN_BLOCKS];

@@ -26,7 +26,7 @@ typedef struct {
 static void take_keys(score_room *k, const cb_int8_block *b, int64_t depth, int64_t g0, int n_groups)
 {
     const vi sign = vi_set1((int)0x80808080u);
-    _Alignas(64) uint8_t room[CB_GROUP_BYTES];
+    _Alignas(64) uint8_t room[CB_INT8_GROUP_BYTES];
     for (int g = 0; g < n_groups; g++) {
         int64_t quads = cb_quads(CB_MIN(CB_GROUP, depth - (g0 + g) * CB_GROUP));
         const uint8_t *from = cb_int8_keys_of(b, g0 + g, quads, room);
@@ -101,7 +101,7 @@ static void scores(const cb_int8_queries *q, int64_t n_q, const cb_int8_block *b
     if (whole)
         _tile_release();
     if (whole < n_q) {
-        cb_int8_queries rest = {q->q + whole * ng * CB_GROUP, q->scale + whole * ng, q->sum + whole * ng, q->depth};
+        cb_int8_queries rest = {q->q + whole * ng * CB_GROUP, q->scale + whole * ng, q->sum + 2 * whole * ng, q->depth};
         below.scores(&rest, n_q - whole, b, out + whole * ldo, ldo);
     }
 }
@@ -180,7 +180,7 @@ static void mix(const float *p, int64_t n_q, const cb_int8_block *b, int n_block
     for (int64_t group = 0; group < groups && whole; group++) {
         int tiles = (int)CB_CEIL(CB_MIN(CB_GROUP, b->dim - group * CB_GROUP), 16);
         for (int i = 0; i < n_blocks; i++) {
-            _Alignas(64) int8_t room[CB_GROUP_BYTES];
+            _Alignas(64) int8_t room[CB_INT8_GROUP_BYTES];
             int64_t ld;
             const int8_t *values = cb_int8_values_of(b + i, group, room, &ld);
             for (int j = 0; j < QUADS; j++)

@@ -77,12 +77,13 @@ TILE score_tile(const int queries, const cb_int8_queries *q, int64_t j0, int64_t
 {
     int64_t ng = cb_groups(q->depth);
     const int8_t *own = q->q + (j0 * ng + g) * CB_GROUP;
+    const int32_t *of_group = q->sum + 2 * (j0 * ng + g);
     vi sum[TILE_QUERIES][TILE_VECTORS];
 #pragma GCC unroll 4
     for (int j = 0; j < queries; j++)
 #pragma GCC unroll 4
         for (int v = 0; v < TILE_VECTORS; v++)
-            sum[j][v] = vi_set1(-128 * q->sum[(j0 + j) * ng + g]);
+            sum[j][v] = vi_set1(-128 * (of_group[2 * j * ng] + of_group[2 * j * ng + 1]));
     for (int k = 0; k < quads; k++) {
         vi key[TILE_VECTORS];
 #pragma GCC unroll 4
@@ -103,7 +104,7 @@ static void scores(const cb_int8_queries *q, int64_t n_q, const cb_int8_block *b
 {
     for (int64_t g = 0; g < cb_groups(q->depth); g++) {
         int quads = (int)cb_quads(CB_MIN(CB_GROUP, q->depth - g * CB_GROUP));
-        _Alignas(64) uint8_t room[CB_GROUP_BYTES];
+        _Alignas(64) uint8_t room[CB_INT8_GROUP_BYTES];
         const uint8_t *group = cb_int8_keys_of(b, g, quads, room);
         for (int v = 0; v < VECTORS; v += TILE_VECTORS) {
             const uint8_t *keys = group + v * VL * 4;
@@ -147,7 +148,7 @@ static void scores(const cb_int8_queries *q, int64_t n_q, const cb_int8_block *b
     const vi sign = vi_set1((int)0x80808080u);
     for (int64_t g = 0; g < cb_groups(q->depth); g++) {
         int64_t quads = cb_quads(CB_MIN(CB_GROUP, q->depth - g * CB_GROUP));
-        uint8_t room[CB_GROUP_BYTES];
+        uint8_t room[CB_INT8_GROUP_BYTES];
         const uint8_t *keys = cb_int8_keys_of(b, g, quads, room);
         for (int64_t k = 0; k < QUADS; k++)
             for (int v = 0; v < VECTORS; v++) {
@@ -290,7 +291,7 @@ static void mix(const float *p, int64_t n_q, const cb_int8_block *b, int n_block
     for (int64_t group = 0; group < groups; group++) {
         int vectors = (int)CB_CEIL(CB_MIN(CB_GROUP, b->dim - group * CB_GROUP), VL);
         for (int i = 0; i < n_blocks; i++) {
-            _Alignas(64) int8_t room[CB_GROUP_BYTES];
+            _Alignas(64) int8_t room[CB_INT8_GROUP_BYTES];
             int64_t ld;
             const int8_t *values = cb_int8_values_of(b + i, group, room, &ld);
             for (int j = 0; j < QUADS; j++)
