@@ -138,6 +138,18 @@ def int8_model(layer: Layer, x: np.ndarray, position: np.ndarray, cache: Cache, 
     return x.astype(np.float64) + o @ w["o"].T
 
 
+def int8_index_scores(layer: Layer, x: np.ndarray, position: np.ndarray, cache: Cache) -> np.ndarray:
+    """[S, S] float64: what the indexer's rounded queries make of the cached keys."""
+    d, w, state, n = layer.dims, layer.w, model_state(layer, x, position), len(x)
+    values, scales = cache.int8_entries(cache.index_k, 0, n)
+    keys = values * np.repeat(scales, 64, axis=1)[:, : values.shape[1]].astype(np.float64)
+    q = (state.q_lat @ w["index_wq_b"].astype(np.float64).T).reshape(n, d.index_heads, d.index_dim)
+    q[..., : d.rope] = rotate(q[..., : d.rope], position, layer, d.index_rope_interleave)
+    dots = np.maximum(np.einsum("shd,td->sht", round_activations(q.astype(np.float32)).astype(np.float64), keys), 0)
+    gains = state.h @ w["index_weights"].astype(np.float64).T
+    return np.einsum("sh,sht->st", gains, dots) * d.index_heads**-0.5 * d.index_dim**-0.5
+
+
 @pytest.mark.parametrize("case", ["dense", "odd_rank_many_heads", "two_head_blocks", "no_rope", "oracle"])
 def test_an_int8_cache_agrees_with_its_definition(case: str) -> None:
     """The cache within half a step of what the model caches; nearly all rows as closely as f32 rows are, where no query
@@ -157,6 +169,12 @@ def test_an_int8_cache_agrees_with_its_definition(case: str) -> None:
         groups = np.add.reduceat(np.abs(values) >= 126, np.arange(0, values.shape[1], 64), axis=1)
         assert (groups > 0).all(), "every group uses its whole range"
     keep = keep_of(found, position) if layer.dims.index_kind == "full" else np.tril(np.ones((n, n), bool))
+    if layer.dims.index_kind == "full":
+        d, scores = layer.dims, int8_index_scores(layer, x, position, cache)
+        seen = np.tril(np.ones((n, n), bool)) & ~keep
+        worst = [scores[t, seen[t]].max() - scores[t, keep[t]].min() for t in range(d.index_topk, n)]
+        assert np.median(worst) < 0
+        assert (np.array(worst) < SCORE_BOUND).mean() > 0.9, "but where a query fell on the other side of a half"
 
     def error(of: Layer) -> float:
         return float(np.median(np.abs(int8_model(of, x, position, cache, keep) - found.x).max(axis=1)))
