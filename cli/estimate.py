@@ -15,7 +15,7 @@ from conversion.convert import Conversion
 from native.library import default_threads
 from shared.container.format import DEFAULT_PRECISION, PRECISIONS, plan_container, plan_facts
 from shared.container.recognise import is_hub_name
-from shared.errors import CapacityError, ConfigError
+from shared.errors import CapacityError, ConfigError, ContainerError
 from shared.machine.drive import kept_folder
 from shared.machine.memory_probe import probe_memory
 from shared.planning.drive_probe import rate_at
@@ -68,7 +68,16 @@ def command(
     )
     for note in conversion.notes():
         say(f"note: {note}")
-    facts = {name: plan_facts(spec, plan_container(spec, roles)) for name, roles in PRECISIONS.items()}
+    rows: list[tuple[str, ...]] = []
+    reasons = []
+    plans = {}
+    for name in PRECISIONS:
+        try:
+            plans[name] = plan_container(spec, conversion.formats_for(name))
+        except ContainerError as error:
+            rows.append((name, "", "is refused", "", "", "", ""))
+            reasons.append(f"{name}: {error}")
+    facts = {name: plan_facts(spec, plan) for name, plan in plans.items()}
     record_bytes = max(facts[DEFAULT_PRECISION].record_bytes, default=0)
     disk_bytes_s = disk * 1e9 if disk else rate_at(directory, record_bytes, kept_folder(), report=complain)
     n_threads = default_threads()
@@ -76,10 +85,8 @@ def command(
     probe = probe_memory()
     settings = load_settings(None, {"ram": ram})
     available = parse_bytes(assume, "assume") if assume else max(probe.available_bytes, settings.ram_bytes)
-    rows: list[tuple[str, ...]] = []
-    reasons = []
     for name, known in facts.items():
-        plan = plan_container(spec, PRECISIONS[name])
+        plan = plans[name]
         size = plan.dense_bytes + plan.expert_bytes
         room = "fits" if size + found.window_bytes <= free else "does not fit"
         try:

@@ -21,6 +21,7 @@ from shared.errors import ConfigError
 from shared.machine.drive import kept_folder
 from shared.machine.memory_probe import probe_memory
 from shared.memory.warm_sets import find_sets, known_dirs
+from shared.model.config_reader import quantization_of, read_json
 from shared.model.family import load_spec
 from shared.model.spec import ModelSpec
 from shared.planning.drive_probe import drives_of
@@ -159,4 +160,7 @@ def _facts(model: Path, precision: str | None, mirrors: tuple[str, ...]) -> tupl
     if precision is None:
         precision = DEFAULT_PRECISION
         say(f"note: {model} is a checkpoint; this is its plan as if converted with --precision {precision}.")
-    return spec, plan_facts(spec, plan_container(spec, PRECISIONS[precision])), None
+    formats = dict(PRECISIONS[precision])
+    if quantization_of(read_json(model / "config.json")).get("quant_method") == "mxfp4" and formats["expert"] == "q8":
+        formats["expert"] = "mxfp4"  # as they are: ``Conversion.formats_for`` reads the shards to know of all kinds
+    return spec, plan_facts(spec, plan_container(spec, formats)), None

@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint as the converter sees it: named tensors in any number of files, read in pieces as f32.
 
-Formats are decided per tensor by dtype: F32, BF16, F16, or F8_E4M3 with one multiplier per block of 128 x 128 in a sibling
-``<name>_scale_inv`` (the last block of a row or column may be partial). Memory is bounded by the piece that is asked for.
+Formats are decided per tensor by dtype: F32, BF16, F16, or F8_E4M3 with multipliers in a sibling ``<name>_scale_inv`` or
+``<name>_scale``: one per block of 128 x 128 (the last one of a row or column may be partial), per row, or for the tensor. What
+lies in MXFP4 or in packed int4 can be had as it is, too (``kept_rows``). Memory is bounded by the piece that is asked for.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from conversion.layouts import PLAIN_REMEDY, SCALE_SUFFIX, about_scales
+from conversion.layouts import PLAIN_REMEDY, SCALE_SUFFIXES, about_scales
+from conversion.packed import Codes, Packed, as_stored, find_packed, no_format_for
 from shared.container.checksum import checksum
 from shared.container.format import PLAIN_FILE_NAME
 from shared.container.pack import F32, from_bf16
@@ -33,6 +35,10 @@ BLOCKS_SUFFIX, SCALES_SUFFIX = "_blocks", "_scales"
 FP4_GROUP = 32
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _DTYPES = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16, "F8_E4M3": np.uint8}
+_PARTS_DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64}
+"""Of what packed weights consist of."""
+_LARGEST_E8M0 = 252
+"""6 * 2^(252 - 127) is the last one that f32 holds."""
 _INDEX_LIMIT_BYTES = 32 << 20
 _PIECE_BYTES = 16 << 20
 _CLOCK_GRAIN_NS = 2_000_000_000
@@ -107,6 +113,9 @@ class Checkpoint:
         self.directory = directory
         self.prefix = _common_prefix(tensors)
         self.tensors = {name.removeprefix(self.prefix): tensor for name, tensor in tensors.items()}
+        self.entries = {name: tensor.entry for name, tensor in self.tensors.items()}
+        self.quantization: Mapping[str, Any] = {}
+        """config.json's "quantization_config"."""
         self._states = states or {}
         self._settled_ns = time.time_ns() - _CLOCK_GRAIN_NS
         self._fds: dict[str, int] = {}
@@ -161,11 +170,60 @@ class Checkpoint:
                 raise _has_changed(str(path))
 
     def parts_of(self, name: str) -> list[str]:
-        """The tensors in the shards that hold it: itself, with its scales if it has any, or an MXFP4 tensor's two."""
+        """The tensors in the shards that hold it: itself, with its scales if it has any, or what it is packed in."""
         if self._is_mxfp4(name):
             return [name + BLOCKS_SUFFIX, name + SCALES_SUFFIX]
-        scale = name + SCALE_SUFFIX
-        return [name, scale] if scale in self.tensors else [name]
+        if packed := self._packed(name):
+            return list(packed.parts)
+        if name not in self.tensors or self.tensors[name].entry.dtype != "F8_E4M3":
+            return [name]
+        # The scale for activations was measured beforehand; ours are taken from the activations themselves.
+        beside = [self._scale_name(name), f"{name.removesuffix('weight')}input_scale"]
+        return [name, *(part for part in beside if part in self.tensors)]
+
+    def _scale_name(self, name: str) -> str:
+        found = (name + suffix for suffix in SCALE_SUFFIXES if name + suffix in self.tensors)
+        return next(found, name + SCALE_SUFFIXES[0])
+
+    def _packed(self, name: str, shape: tuple[int, ...] | None = None) -> Packed | None:
+        return find_packed(name, self.entries, self.quantization, shape)
+
+    # ---- as it is -------------------------------------------------------------------------------------------------
+
+    def kept_format(self, name: str) -> str:
+        """The container's format that holds a tensor's values as they are, 4 bits of each; "" for one in floating point.
+
+        ContainerError for packed integers that no format holds.
+        """
+        if self._is_mxfp4(name):
+            return "mxfp4"
+        packed = self._packed(name)
+        if packed and not packed.format:
+            raise ContainerError(f"{self.where(packed.parts[0])} has {no_format_for(packed)}")
+        return packed.format if packed else ""
+
+    def kept_rows(self, name: str, fmt: str, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
+        """What ``pack_codes`` wants of rows ``start`` .. ``stop`` (of experts, where they are stacked) in format ``fmt``.
+
+        ContainerError for scales that are no numbers, and values that the format does not hold exactly.
+        """
+        if packed := self._packed(name):
+            return as_stored(self._codes(packed, start, stop), fmt, self.where(packed.parts[0]))
+        blocks, scales = self._mxfp4_parts(name, start, stop)
+        if scales.size and scales.max() > _LARGEST_E8M0:
+            what = "NaN or infinite" if scales.max() == 255 else "too large for f32"
+            raise ContainerError(f"{self.where(name + SCALES_SUFFIX)}: a value is {what}. Copy the checkpoint again.")
+        return np.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1).reshape(*scales.shape[:-1], -1), scales
+
+    def _codes(self, packed: Packed, start: int, stop: int | None) -> Codes:
+        stop = packed.shape[0] if stop is None else min(stop, packed.shape[0])
+        return packed.codes(self._read_whole, start, stop, self.where(packed.parts[0]))
+
+    def _read_whole(self, name: str) -> Any:
+        entry = self.tensors[name].entry
+        data = np.empty(entry.shape, (_DTYPES | _PARTS_DTYPES)[entry.dtype])
+        self._fill(name, memoryview(data.reshape(-1).view(np.uint8).data), entry.offset)
+        return data
 
     def close(self) -> None:
         for fd in self._fds.values():
@@ -178,13 +236,26 @@ class Checkpoint:
     def _is_mxfp4(self, name: str) -> bool:
         return name not in self.tensors and name + BLOCKS_SUFFIX in self.tensors
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Of a tensor's values, however they are stored; None when there is none of this name."""
+        if self._is_mxfp4(name):
+            *outer, groups, n_bytes = self.tensors[name + BLOCKS_SUFFIX].entry.shape
+            return (*outer, groups * n_bytes * 2)
+        if packed := self._packed(name):
+            return packed.shape
+        return self.tensors[name].entry.shape if name in self.tensors else None
+
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.tensors[name].entry.shape
+        shape = self.shape_of(name)
+        assert shape is not None
+        return shape
 
     def require(self, name: str, shape: tuple[int, ...]) -> list[str]:
         """Checks that a tensor is there with this shape and a readable dtype; returns the names it consumes."""
         if self._is_mxfp4(name):
             return self._require_mxfp4(name, shape)
+        if packed := self._packed(name, shape):
+            return list(packed.parts)
         if name not in self.tensors:
             raise ContainerError(
                 f"{self.directory} has no tensor {self.prefix + name!r}, which its config.json calls for. "
@@ -201,7 +272,7 @@ class Checkpoint:
                 f"{self.where(name)} has shape {list(entry.shape)}, config.json calls for {list(shape)}. "
                 "Use the config.json and the weights of the same model."
             )
-        scale_name = name + SCALE_SUFFIX
+        scale_name = self._scale_name(name)
         if entry.dtype != "F8_E4M3":
             if scale_name in self.tensors:
                 raise ContainerError(
@@ -214,21 +285,22 @@ class Checkpoint:
                 f"{self.where(name)} is F8_E4M3 but has no {scale_name!r}: its values can't be known. "
                 "Complete the checkpoint, or use the model's bf16 repository."
             )
-        blocks = tuple(-(-dim // FP8_BLOCK) for dim in shape)
         scale = self.tensors[scale_name].entry
-        if scale.shape != blocks or scale.dtype not in ("F32", "BF16"):
+        if scale.shape not in _fp8_scale_shapes(shape) or scale.dtype not in ("F32", "BF16", "F16"):
             what = about_scales(scale_name.rpartition(".")[2], entry, scale.shape)
             raise ContainerError(
-                f"{self.where(scale_name)}: this checkpoint is in a layout that is not understood: {what}. It should be F32 or "
-                f"BF16 {list(blocks)} (blocks of 128 x 128, the last one partial), found {scale.dtype} {list(scale.shape)}. "
-                f"{PLAIN_REMEDY}"
+                f"{self.where(scale_name)}: this checkpoint is in a layout that is not understood: {what}. It should be "
+                f"F32, BF16 or F16, {list(_fp8_scale_shapes(shape)[0])} (blocks of 128 x 128, the last one partial), "
+                f"[{shape[0]}, 1] (rows) or [1], found {scale.dtype} {list(scale.shape)}. {PLAIN_REMEDY}"
             )
-        return [name, scale_name]
+        return self.parts_of(name)
 
     def rows(self, name: str, start: int = 0, stop: int | None = None) -> F32:
         """Rows ``start`` .. ``stop`` as f32, dequantised: f32[rows, in], or f32[n] of a vector."""
         if self._is_mxfp4(name):
             return self._mxfp4_rows(name, start, stop)
+        if packed := self._packed(name):
+            return self._codes(packed, start, stop).values()
         entry = self.tensors[name].entry
         stop = entry.shape[0] if stop is None else min(stop, entry.shape[0])
         raw = self._read(name, start, stop)
@@ -237,13 +309,25 @@ class Checkpoint:
         if entry.dtype != "F8_E4M3":
             plain: F32 = raw.astype(np.float32, copy=False)
             return plain
-        first, last = start // FP8_BLOCK, -(-stop // FP8_BLOCK)
-        scale = self.rows(name + SCALE_SUFFIX, first, last)
-        columns = np.repeat(scale, FP8_BLOCK, axis=1)[:, : entry.shape[1]]
         values: F32 = _FP8[raw]
-        for block in range(first, last):
-            values[max(block * FP8_BLOCK - start, 0) : (block + 1) * FP8_BLOCK - start] *= columns[block - first]
+        scale = self._fp8_scale(name)
+        if scale.size != 1 and scale.shape not in _row_shapes(entry.shape):
+            columns = np.repeat(scale, FP8_BLOCK, axis=1)[:, : entry.shape[1]]
+            for block in range(start // FP8_BLOCK, -(-stop // FP8_BLOCK)):
+                values[max(block * FP8_BLOCK - start, 0) : (block + 1) * FP8_BLOCK - start] *= columns[block]
+            return values
+        values *= scale.reshape(()) if scale.size == 1 else scale.reshape(-1, 1)[start:stop]
         return values
+
+    def _fp8_scale(self, name: str) -> F32:
+        scale_name = self._scale_name(name)
+        raw = self._read_whole(scale_name)
+        scale: F32 = from_bf16(raw) if raw.dtype == np.uint16 else raw.astype(np.float32)
+        if not np.isfinite(scale).all() or (scale < 0).any():
+            raise ContainerError(
+                f"{self.where(scale_name)}: a scale is negative, NaN or infinite. Copy the checkpoint again."
+            )
+        return scale
 
     def _require_mxfp4(self, name: str, shape: tuple[int, ...]) -> list[str]:
         parts = self.parts_of(name)
@@ -261,18 +345,17 @@ class Checkpoint:
 
     def _mxfp4_rows(self, name: str, start: int, stop: int | None) -> F32:
         """Entries ``start`` .. ``stop`` of the first dimension: nibbles, the lower first, times a power of two per group."""
-        blocks_name, scales_name = self.parts_of(name)
-        n = self.tensors[blocks_name].entry.shape[0]
-        stop = n if stop is None else min(stop, n)
-        blocks, scales = self._read(blocks_name, start, stop), self._read(scales_name, start, stop)
+        blocks, scales = self._mxfp4_parts(name, start, stop)
         plain = _FP4[np.stack([blocks & np.uint8(15), blocks >> np.uint8(4)], axis=-1)]
         with np.errstate(over="ignore"):  # 2^128: whoever packs it says so
             values: F32 = np.ldexp(plain.reshape(*scales.shape, FP4_GROUP), scales.astype(np.int32)[..., None] - 127)
         return values.reshape(*scales.shape[:-1], -1)
 
-    def kept_rows(self, name: str, fmt: str, start: int = 0, stop: int | None = None) -> tuple[Any, Any]:
-        """Of a tensor in blocks: codes and scales of ``fmt``. Checkpoints of safetensors have none."""
-        raise NotImplementedError
+    def _mxfp4_parts(self, name: str, start: int, stop: int | None) -> tuple[Any, Any]:
+        blocks_name, scales_name = self.parts_of(name)
+        n = self.tensors[blocks_name].entry.shape[0]
+        stop = n if stop is None else min(stop, n)
+        return self._read(blocks_name, start, stop), self._read(scales_name, start, stop)
 
     def row_chunks(self, name: str, n_rows: int) -> Iterator[F32]:
         for start in range(0, self.shape(name)[0], n_rows):
@@ -319,6 +402,16 @@ class Checkpoint:
     def where(self, name: str) -> str:
         """File and full name of a tensor, for complaints."""
         return f"{self.directory / self.tensors[name].file}: tensor {self.prefix + name!r}"
+
+
+def _fp8_scale_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Of a matrix: per block, per row, for the whole of it."""
+    blocks = tuple(-(-dim // FP8_BLOCK) for dim in shape)
+    return [blocks, *_row_shapes(shape), (), (1,), (1, 1)]
+
+
+def _row_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    return (shape[0],), (shape[0], 1)
 
 
 def _read_shard(path: Path, wanted: str) -> tuple[FileHeader, FileState]:

@@ -18,9 +18,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from conversion.checkpoint import BLOCKS_SUFFIX, SCALES_SUFFIX, Checkpoint
+from conversion.arrangement import arranged
+from conversion.checkpoint import Checkpoint
 from conversion.gguf.kept import AS_IT_IS, formats_of, is_held
-from conversion.layouts import SCALE_SUFFIX, find_foreign
+from conversion.layouts import find_foreign
 from conversion.names import HubNames
 from conversion.sources import COPY_LIMIT_BYTES, open_source
 from conversion.writer import ContainerWriter, Evidence, Produce
@@ -47,7 +48,7 @@ from shared.model.config_reader import MTP_KEYS
 from shared.model.tensors import Source
 from shared.model.tokenizer_file import parse_tokenizer
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"
 """Raised whenever the same checkpoint would give other bytes; unfinished work of another version is refused."""
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -94,6 +95,8 @@ class Conversion:
         self._check_tensors()
         if precision == AS_IT_IS:
             self.plan = plan_container(self.spec, formats_of(self._types(), ROLES))
+        else:
+            self.plan = plan_container(self.spec, self.formats_for(precision))
         if checkpoint is None:
             for pair in self.copies:
                 self.require_equal(*pair)
@@ -112,11 +115,9 @@ class Conversion:
 
     @property
     def n_parameters(self) -> int:
-        return sum(
-            int(np.prod(tensor.entry.shape, dtype=np.int64)) * (2 if name.endswith(BLOCKS_SUFFIX) else 1)
-            for name, tensor in self.checkpoint.tensors.items()
-            if not name.endswith((SCALE_SUFFIX, SCALES_SUFFIX))
-        )
+        matrices = sum(item.stack * int(np.prod(item.shape)) for file in self.plan.dense for item in file.items)
+        layouts = [(file.n_experts, file.layout) for file in self.plan.experts]
+        return matrices + sum(n * (3 * layout.inner * layout.hidden + sum(layout.bias_widths)) for n, layout in layouts)
 
     def describe(self) -> str:
         """The plan line."""
@@ -217,12 +218,55 @@ class Conversion:
     def _wanted_names(self) -> Iterator[str]:
         """The checkpoint's tensors that the model is made from, without scales."""
         for file in self.plan.dense:
-            yield from (self._source(item).name for item in file.items)
+            for name in (self._source(item).name for item in file.items):
+                yield from dict.fromkeys([name, *self.checkpoint.parts_of(name)])
         for layer in self.plan.experts:
             for expert in range(layer.n_experts):
                 sources = self._expert_sources(layer, expert)
                 if expert == 0 or sources[0].index is None:
                     yield from (name for part in sources for name in self.checkpoint.parts_of(part.name))
+
+    def formats_for(self, precision: str) -> dict[str, str]:
+        """The format of each role under one of ``PRECISIONS``: what is in 4 bits already stays so, unless floats are wanted.
+
+        ContainerError where that can't be.
+        """
+        formats = dict(PRECISIONS[precision])
+        if formats["expert"] in ("bf16", "f32"):
+            return formats
+        kept: dict[str, set[str]] = {}
+        for role, source in self._matrices():
+            fmt = self.checkpoint.kept_format(source.name)
+            if fmt and (role == "embed" or source.is_transposed):
+                stored = "the embedding row by row in int8" if role == "embed" else "this matrix transposed"
+                raise ContainerError(
+                    f"{self.checkpoint.where(self.checkpoint.parts_of(source.name)[0])} is in int4, and the container stores "
+                    f"{stored}: it would be rounded once more. Convert with --precision bf16, or use the bf16 repository."
+                )
+            kept.setdefault(role, set()).add(fmt)
+        for role in ("expert", "shared", "attention", "head"):
+            found = kept.get(role, set())
+            if found in (set(), {""}):
+                continue
+            # int4 in larger groups fits smaller ones, and what is in floats is rounded to int4 where that is asked for.
+            fits = {"q4", "q4g32", *([""] if precision == "int4" else [])}
+            if len(found) > 1 and not found <= fits:
+                raise ContainerError(
+                    f"{self.source}: of the {role} matrices some are in {', '.join(sorted(found - {''}))}, others are not, and "
+                    f"a container has one format for all of them. Convert with --precision "
+                    f"{'int4' if found <= fits | {''} else 'bf16'}."
+                )
+            formats[role] = next(iter(found)) if len(found) == 1 else "q4g32" if "q4g32" in found else "q4"
+        return formats
+
+    def _matrices(self) -> Iterator[tuple[str, Source]]:
+        """(role, what it is made from) of all but vectors, and but an MTP layer's experts, which only help to guess."""
+        for file in self.plan.dense:
+            yield from ((item.role, self._source(item)) for item in file.items if item.kind != "vector")
+        for layer in self.plan.experts:
+            if layer.layer < self.spec.n_layers:
+                for expert in range(layer.n_experts):
+                    yield from (("expert", source) for source in self._expert_sources(layer, expert)[:3])
 
     def _is_mtp(self, name: str) -> bool:
         return name.startswith((self.names.layer(self.spec.mtp_layer), "mtp."))
@@ -261,7 +305,7 @@ class Conversion:
             )
 
     def _require(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        if name not in self.checkpoint and self._is_mtp(name):
+        if self.checkpoint.shape_of(name) is None and self._is_mtp(name):
             raise ContainerError(
                 f"{self.source} has no tensor {self.checkpoint.prefix + name!r}, part of the MTP layer that its config.json "
                 "promises. Complete the checkpoint, or convert it without that layer: --no-mtp (the same text, but no drafts)."
@@ -332,7 +376,11 @@ class Conversion:
 
     def _is_kept(self, source: Source, fmt: str) -> bool:
         """Whether a matrix's codes are stored as they are."""
-        return self.losses is not None and not source.is_transposed and is_held(self._dtype(source), fmt)
+        if source.is_transposed or fmt not in SCALED:
+            return False
+        if self.losses is not None:
+            return is_held(self._dtype(source), fmt)
+        return fmt != "q8" and bool(self.checkpoint.kept_format(source.name))
 
     # ---- making ---------------------------------------------------------------------------------------------------
 
@@ -387,6 +435,13 @@ class Conversion:
             return self.checkpoint.rows(source.name)
         values: F32 = _rows_of(source, self.checkpoint.rows(source.name, source.index, source.index + 1)[0])
         return values
+
+    def _kept_values(self, source: Source, fmt: str) -> tuple[Any, Any]:
+        """As ``_values``, codes and scales."""
+        if source.index is None:
+            return self.checkpoint.kept_rows(source.name, fmt)
+        q, scale = self.checkpoint.kept_rows(source.name, fmt, source.index, source.index + 1)
+        return _rows_of(source, q[0]), _rows_of(source, scale[0])
 
     def make_dense(self, items: Sequence[DenseItem]) -> Iterator[Iterator[Any]]:
         """The bytes of some items, in pieces: what a ``ContainerWriter`` wants."""
@@ -448,15 +503,11 @@ class Conversion:
         ]  # fmt: skip
         names = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")
         parts += [(name, (width,)) for name, width in zip(names, layer.layout.bias_widths)]
-        return [self._expert_source(layer, expert, part, shape) for part, shape in parts]
-
-    def _expert_source(self, layer: ExpertFilePlan, expert: int, part: str, shape: tuple[int, ...]) -> Source:
-        """Families that stack their experts are also published one by one (in fp8, for one)."""
-        source = self.names.expert(layer.layer, expert, layer.n_experts, part, shape)
-        if source.index is None or source.name in self.checkpoint:
-            return source
-        single = f"{self.names.tensor(f'model.layers.{layer.layer}.')}mlp.experts.{expert}.{part}"
-        return Source(single, shape) if single in self.checkpoint else source
+        found = []
+        for part, shape in parts:
+            own = self.names.expert(layer.layer, expert, layer.n_experts, part, shape)
+            found.append(arranged(own, expert, layer.n_experts, part, shape, self.checkpoint.shape_of))
+        return found
 
     def _make_expert(self, source: tuple[ExpertFilePlan, int]) -> Any:
         layer, expert = source
@@ -471,9 +522,8 @@ class Conversion:
     def _packed(self, layer: ExpertFilePlan, part: Source) -> Any:
         """(weight, scale) of one of an expert's matrices."""
         fmt = layer.layout.format
-        if self._is_kept(part, fmt) and part.index is not None:
-            codes, scales = self.checkpoint.kept_rows(part.name, fmt, part.index, part.index + 1)
-            return pack_codes(_rows_of(part, codes[0]), _rows_of(part, scales[0]), fmt)
+        if self._is_kept(part, fmt):
+            return pack_codes(*self._kept_values(part, fmt), fmt)
         values = self._values(part)
         weight, scale = pack_matrix(values, fmt)
         if self.losses is not None and fmt in SCALED:
@@ -545,9 +595,10 @@ def expert_record(layer: ExpertFilePlan, matrices: Any, biases: Sequence[F32] = 
     return record
 
 
-def _rows_of(source: Source, entry: Any) -> Any:
-    """Those of an expert's rows that belong to one matrix."""
-    return np.ascontiguousarray(entry[source.start :: source.step][: source.n_rows or None])
+def _rows_of(source: Source, values: Any) -> Any:
+    """Those that ``source`` names of [out, ...], or of [in, out] if it is transposed."""
+    plain = values.T if source.is_transposed else values
+    return np.ascontiguousarray(plain[source.start :: source.step][: source.n_rows or None])
 
 
 def pack_chunks(chunks: Iterator[Any], fmt: str) -> Iterator[Any]:

@@ -19,7 +19,8 @@ _UNFUSED = (
 )
 
 
-SCALE_SUFFIX = "_scale_inv"
+SCALE_SUFFIXES = ("_scale_inv", "_scale")
+"""Of the multipliers of F8_E4M3, after the weight's name."""
 _PLAIN_DTYPES = ("F32", "BF16", "F16")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(?!\d+\.|shared)")
 _STACKED = frozenset({"switch_mlp", "input_linear", "output_linear"})
@@ -84,11 +85,13 @@ def _is_part(name: str, tensors: Mapping[str, TensorEntry], wanted: Collection[s
     """Whether a tensor lies beside a weight that is not there, or not in numbers that can be read without it."""
     stem = name.rpartition(".")[0]
     weight = next((found for found in (stem, f"{stem}.weight") if found in wanted), None)
-    if weight is None or name.endswith((".bias", SCALE_SUFFIX)):
+    if weight is None or name.endswith((".bias", SCALE_SUFFIXES[0])):
         return False
     if weight not in tensors:
         return True
-    return tensors[weight].dtype not in _PLAIN_DTYPES and weight + SCALE_SUFFIX not in tensors
+    return tensors[weight].dtype not in _PLAIN_DTYPES and not any(
+        weight + suffix in tensors for suffix in SCALE_SUFFIXES
+    )
 
 
 def _qweight(name: str, tensors: Mapping[str, TensorEntry]) -> str:

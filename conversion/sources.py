@@ -13,7 +13,7 @@ from conversion.names import HubNames, Names
 from shared.container.recognise import is_gguf
 from shared.errors import ConfigError, ContainerError
 from shared.files import read_file
-from shared.model.config_reader import read_json, without_mtp
+from shared.model.config_reader import quantization_of, read_json, without_mtp
 from shared.model.family import load_spec, spec_of
 from shared.model.spec import ModelSpec
 
@@ -66,7 +66,9 @@ def _open_directory(source: Path, has_mtp: bool, checkpoint: Checkpoint | None) 
     copied = {name: data for name in names if (data := _read_small(source, name)) is not None}
     if not has_mtp:
         copied["config.json"] = _dumped(without_mtp(read_json(source / "config.json")))
-    return OpenedSource(spec, HubNames(spec.family, spec.mtp_layer), checkpoint or Checkpoint.open(source), copied)
+    found = checkpoint or Checkpoint.open(source)
+    found.quantization = quantization_of(read_json(source / "config.json"))
+    return OpenedSource(spec, HubNames(spec.family, spec.mtp_layer), found, copied)
 
 
 def _open_gguf(source: Path, has_mtp: bool) -> OpenedSource:

@@ -14,7 +14,9 @@ from cli.quality.schemes import SCHEMES, SOURCE_LANE, Lane, candidate_lanes, sto
 from cli.quality.tensors import LaneWeights, Pair
 from cli.quality.text import Tokens
 
-STORED = {"q4": "int4-gs64", "q8": "int8", "bf16": "bf16", "f32": "f32"}
+STORED = {
+    "q4": "int4-gs64", "q8": "int8", "bf16": "bf16", "f32": "f32", "q4g32": "int4-gs32", "q8g32": "int8-gs32", "mxfp4": "mxfp4",
+}  # fmt: skip
 """Formats of a container as schemes."""
 
 Progress = Callable[[int], None]

@@ -13,7 +13,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from native.matrix import GROUP
-from shared.container.pack import F32, from_bf16, quantise_groups, quantise_rows, to_bf16
+from shared.container.pack import (
+    F32,
+    SCALED,
+    from_bf16,
+    pack_matrix,
+    quantise_groups,
+    quantise_rows,
+    to_bf16,
+    unpack_matrix,
+)
 
 INT8_INPUTS = frozenset({"expert", "shared", "attention", "head"})
 """Roles whose matrices take int8 activations where they are quantised (docs/container.md)."""
@@ -68,6 +77,11 @@ def _int8(w: F32) -> F32:
     return q.astype(np.float32) * scale[:, None]
 
 
+def _grouped(w: F32, fmt: str) -> F32:
+    """As a container's format with a scale per 32 inputs holds it."""
+    return unpack_matrix(*pack_matrix(w, fmt), fmt, *w.shape)
+
+
 _FITTED = tuple(d / f for d in (-8.0, 7.0) for f in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7))
 """-8: what containers do; 7: steps of the same width on both sides, -8 left unused; each also narrower, which clips."""
 
@@ -75,6 +89,8 @@ SCHEMES: Mapping[str, Scheme] = {
     "f32": Scheme(32, lambda w: w),
     "bf16": Scheme(16, lambda w: from_bf16(to_bf16(w))),
     "int8": Scheme(8, _int8, scale_bytes=4),
+    "int8-gs32": Scheme(8, lambda w: _grouped(w, "q8g32"), scale_bytes=2, group=32),
+    "mxfp4": Scheme(4, lambda w: _grouped(w, "mxfp4"), scale_bytes=1, group=32),
     "int4-gs32": Scheme(4, lambda w: _int4(w, 32), scale_bytes=2, group=32),
     "int4-gs64": Scheme(4, lambda w: _int4(w, GROUP), scale_bytes=2, group=GROUP),
     "int4-gs64-fitted": Scheme(4, lambda w: _int4_searched(w, _FITTED), scale_bytes=2, group=GROUP),
@@ -150,7 +166,7 @@ SOURCE_LANE = Lane("source", "")
 
 def stored_lane(precision: Mapping[str, str], kv_dtype: str) -> Lane:
     """The container as the engine runs it; ``precision`` is its format of each role."""
-    inputs = frozenset(role for role in INT8_INPUTS if precision[role] in ("q8", "q4"))
+    inputs = frozenset(role for role in INT8_INPUTS if precision[role] in SCALED)
     return Lane("model", "model", int8_inputs=inputs, kv_dtype=kv_dtype, is_stored=True)
 
 

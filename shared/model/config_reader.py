@@ -42,6 +42,12 @@ MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Where config.json says how many MTP layers there are."""
 
 
+def quantization_of(config: Config) -> Config:
+    """What config.json says of how its weights are stored; {} when nothing."""
+    found = config.get("quantization_config")
+    return found if isinstance(found, dict) else {}
+
+
 def without_mtp(config: Config) -> dict[str, Any]:
     """A config.json that promises no MTP layer."""
     found = {**config, MTP_KEYS[0]: 0}

@@ -390,27 +390,13 @@ def test_files_of_others_are_no_shards(converted: Converted, tmp_path: Path) -> 
 
 
 EXPERT = "model.layers.1.mlp.experts.3.down_proj"
-PACKED = {"weight_packed": ("I32", (96, 4)), "weight_scale": ("BF16", (96, 1)), "weight_shape": ("I64", (2,))}
 Parts = dict[str, tuple[str, tuple[int, ...]]]
 LAYOUTS: dict[str, tuple[str, Parts, tuple[str, ...]]] = {
-    "compressed-tensors": (f"{EXPERT}.", PACKED, ("compressed-tensors", "int4", "weight_packed")),
     "NVFP4": (
         f"{EXPERT}.",
         {"weight_packed": ("U8", (96, 16)), "weight_scale": ("F8_E4M3", (96, 2)), "weight_global_scale": ("F32", (1,))},
         ("NVFP4",),
     ),
-    "GPTQ": (
-        f"{EXPERT}.",
-        {"qweight": ("I32", (4, 96)), "qzeros": ("I32", (1, 12)), "scales": ("F16", (1, 96)), "g_idx": ("I32", (32,))},
-        ("GPTQ", "qweight"),
-    ),
-    "AWQ": (
-        f"{EXPERT}.",
-        {"qweight": ("I32", (32, 12)), "qzeros": ("I32", (1, 12)), "scales": ("F16", (1, 96))},
-        ("AWQ", "qweight"),
-    ),
-    "fp8 per tensor": (f"{EXPERT}.", {"weight": ("F8_E4M3", (96, 32)), "weight_scale": ("F32", ())}, ("per tensor",)),
-    "fp8 per row": (f"{EXPERT}.", {"weight": ("F8_E4M3", (96, 32)), "weight_scale": ("BF16", (96, 1))}, ("per row",)),
     "int8 per row": (f"{EXPERT}.", {"weight": ("I8", (96, 32)), "weight_scale": ("F32", (96,))}, ("per row", "I8")),
     "bitsandbytes": (
         f"{EXPERT}.",
@@ -421,21 +407,6 @@ LAYOUTS: dict[str, tuple[str, Parts, tuple[str, ...]]] = {
         "model.layers.1.mlp.experts.",
         {"gate_up_proj_blocks": ("U8", (8, 64, 3, 16)), "gate_up_proj_scales": ("U8", (8, 64, 3))},
         ("MXFP4",),
-    ),
-    "fused": (
-        "model.layers.1.mlp.experts.",
-        {"gate_up_proj": ("BF16", (8, 64, 96)), "down_proj": ("BF16", (8, 96, 32))},
-        ("fused", "one tensor per expert"),
-    ),
-    "fp8 inverse scale per tensor": (
-        f"{EXPERT}.",
-        {"weight": ("F8_E4M3", (96, 32)), "weight_scale_inv": ("F32", ())},
-        ("per tensor", "bf16 repository"),
-    ),
-    "fp8 inverse scale per row": (
-        f"{EXPERT}.",
-        {"weight": ("F8_E4M3", (96, 32)), "weight_scale_inv": ("F32", (96, 1))},
-        ("per row", "bf16 repository"),
     ),
     "fp8 in blocks of 32": (
         f"{EXPERT}.",

@@ -149,6 +149,7 @@ def test_bytes_per_weight_count_scales() -> None:
     found = {name: scheme.bytes_per_weight(128) for name, scheme in SCHEMES.items() if "gs64-" not in name}
     assert found == {
         "f32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 128, "int4-gs32": 0.5625, "int4-gs64": 0.53125, "int4-row": 0.5 + 2 / 128,
+        "int8-gs32": 1.0625, "mxfp4": 0.53125,
     }  # fmt: skip
 
 
