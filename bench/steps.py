@@ -34,9 +34,10 @@ class Steps:
 
 
 def steps_of(
-    rows: np.ndarray, kind: StepKind, dense_layers: Collection[int], begin_ns: int = 0, end_ns: int = 1 << 62
-) -> Steps:
-    """``rows``: of ``TraceRing``. Counts the steps that lie wholly between the two times."""
+    rows: np.ndarray, kind: StepKind, dense_layers: Collection[int], begin_ns: int = 0, end_ns: int = 1 << 62,
+    counting: Collection[Stage] = COMPUTE - BESIDE,
+) -> Steps:  # fmt: skip
+    """``rows``: of ``TraceRing``. Counts the steps that lie wholly between the two times. ``counting``: what is computing."""
     is_step = (rows["stage"] == Stage.STEP) & (rows["layer"] == kind)
     is_step &= (rows["start_ns"] >= begin_ns) & (rows["end_ns"] <= end_ns)
     steps = rows[is_step]
@@ -45,7 +46,7 @@ def steps_of(
     outside = np.isin(work["stage"], list(OUTSIDE)) | np.isin(work["layer"], list(dense_layers))
     # A dense layer's rows and a stage without layer follow one another: nothing of them overlaps.
     outside_ns = int((work["end_ns"] - work["start_ns"])[outside].sum())
-    computing = work[np.isin(work["stage"], list(COMPUTE - BESIDE))]
+    computing = work[np.isin(work["stage"], list(counting))]
     asked: Counter[int] = Counter()
     for row in work[work["stage"] == Stage.UNION]:
         asked[int(row["layer"])] += sum(unpack_found(int(row["bytes"])))

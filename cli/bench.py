@@ -108,6 +108,26 @@ def prefill(
     return EXIT_OK if report.is_read_once else EXIT_FAULT
 
 
+@command.command("resident")
+@MODEL
+@JSON
+@RAM
+@click.option("--prompt", type=click.IntRange(1), default=512, show_default=True, metavar="N", help="Tokens.")
+@click.option(
+    "--tokens", type=click.IntRange(1), default=32, show_default=True, metavar="N", help="Decoded in each round."
+)
+@ROUNDS
+def resident(model: Path, as_document: bool, ram: str | None, prompt: int, tokens: int, rounds: int) -> None:
+    """Prefill and decode with every expert in memory, beside what the memory's bandwidth of the same seconds allows."""
+    from bench.resident import as_json, as_text, run_resident
+
+    report = run_resident(_setup(model, ram, None, None), prompt, tokens, rounds, _progress)
+    if as_document:
+        say_json(as_json(report), indent=1)
+    else:
+        say(as_text(report))
+
+
 @command.command("start")
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @JSON

@@ -55,6 +55,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     opened.cb_pool_new.argtypes = [ctypes.c_int]
     opened.cb_pool_new_dry.restype = ctypes.c_void_p
     opened.cb_pool_new_dry.argtypes = [ctypes.c_int]
+    opened.cb_pool_take_phases.restype = None
+    opened.cb_pool_take_phases.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     opened.cb_pool_scratch_bytes.restype = ctypes.c_int64
     opened.cb_pool_scratch_bytes.argtypes = [ctypes.c_void_p]
     opened.cb_pool_threads.argtypes = [ctypes.c_void_p]
@@ -198,6 +200,10 @@ def quota_cpus(membership: str | os.PathLike[str], root: str | os.PathLike[str])
     return granted
 
 
+PHASES = ("projections", "indexer", "scores", "values")
+"""What attention spends its time on (colibri.h, CB_PHASE_...)."""
+
+
 class Pool:
     """The process's kernel threads. ``n_threads`` 0: one per usable physical core; 1: no workers.
 
@@ -209,6 +215,12 @@ class Pool:
         if not self.handle:
             raise NativeError(f"cb_pool_new: cannot start {n_threads} threads (0..256 are possible)")
         self.n_threads: int = lib.cb_pool_threads(self.handle)
+        self._phases = (ctypes.c_int64 * len(PHASES))()
+
+    def take_phases(self) -> list[int]:
+        """ns that attention has spent since the last call on each of PHASES."""
+        lib.cb_pool_take_phases(self.handle, self._phases)
+        return self._phases[:]
 
     @property
     def scratch_bytes(self) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import os
 import random
 import sys
 import time
@@ -75,6 +76,9 @@ class Engine:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    # Some of llama.cpp's loaders print to standard output: answers keep it to themselves.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     begin = time.perf_counter_ns()
     engine = Engine(settings)
     system: bytes = engine.api.llama_print_system_info()
@@ -83,11 +87,11 @@ def main() -> None:
         "version": engine.api.__version__,
         "system": system.decode().strip(),
     }
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(answer), file=answers, flush=True)
     for line in sys.stdin:
         what, n, seed = line.split()
         found = {"prefill": engine.prefill, "decode": engine.decode}[what](int(n), int(seed))
-        print(json.dumps(found), flush=True)
+        print(json.dumps(found), file=answers, flush=True)
 
 
 if __name__ == "__main__":

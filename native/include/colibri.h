@@ -85,6 +85,12 @@ CB_API int cb_default_threads(void);
 CB_API int cb_quota_cpus(const char *membership, const char *root);
 CB_API void cb_pool_free(cb_pool *pool);
 
+/* What attention spends its time on. Scores take in reading the keys, values the sums that probabilities weigh; both happen
+ * block by block, so their common time is divided as the threads spent theirs. */
+enum { CB_PHASE_PROJECTIONS = 0, CB_PHASE_INDEXER = 1, CB_PHASE_SCORES = 2, CB_PHASE_VALUES = 3, CB_N_PHASES };
+/* ns i64[CB_N_PHASES]: wall time of attention's calls with this pool since the last call of this function. */
+CB_API void cb_pool_take_phases(cb_pool *pool, int64_t *ns);
+
 /* ---- matrices -------------------------------------------------------------------------------------------- */
 
 /* A packed matrix W[out, in], y = x W^T. Layout "tile16": ceil(out/16) row blocks; within a block the inputs in

@@ -175,6 +175,7 @@ static int tile(const cb_attn_call *c, int64_t row0, int64_t n)
     float *q_lat = cb_scratch(c->pool, has_q_a ? n * y->q_rank * 4 : 0);
     if (!wide || !latent || !q_lat)
         return CB_ENOMEM;
+    int64_t since = cb_now_ns();
     cb_rmsnorm_internal(c->pool, c->step->x + row0 * D, D, y->input_norm, y->rms_eps, n, D, h, D);
     store_job_arg cache = {c, row0, NULL, NULL};
     int status = project(c, h, n, &cache, has_q_a ? q_lat : wide);
@@ -188,18 +189,23 @@ static int tile(const cb_attn_call *c, int64_t row0, int64_t n)
         cb_rmsnorm_internal(c->pool, q_lat, y->q_rank, y->q_a_norm, y->latent_eps, n, y->q_rank, q_lat, y->q_rank);
         status = cb_linear_internal(c->pool, &y->q_b, q_in, q_width, n, wide, heads * head_q, false);
     }
+    cb_phase_end(c->pool, CB_PHASE_PROJECTIONS, &since);
     if (status == CB_OK && y->index_kind == CB_INDEX_FULL)
         status = cb_index_select(c, row0, n, q_in, q_width, h);
+    cb_phase_end(c->pool, CB_PHASE_INDEXER, &since);
     if (status == CB_OK)
         status = heads_linear(c->pool, &y->k_b, heads, wide, head_q, n, latent);
+    cb_phase_end(c->pool, CB_PHASE_PROJECTIONS, &since);
     if (status == CB_OK)
         status = attend(c, row0, n, wide, latent);
+    cb_phase_share(c->pool, &since);
     if (status == CB_OK)
         status = heads_linear(c->pool, &y->v_b, heads, latent, y->kv_rank, n, wide);
     if (status == CB_OK)
         status = cb_linear_internal(c->pool, &y->o, wide, heads * y->v_dim, n, c->step->x + row0 * D, D, true);
     if (status == CB_OK)
         cb_rmsnorm_internal(c->pool, c->step->x + row0 * D, D, y->post_norm, y->rms_eps, n, D, h, D);
+    cb_phase_end(c->pool, CB_PHASE_PROJECTIONS, &since);
     return status;
 }
 

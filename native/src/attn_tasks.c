@@ -148,9 +148,12 @@ static void meet(const attend_arg *a, const attend_room *r, const float *q_t, co
 {
     const cb_attn_layer *y = a->call->layer;
     const cb_attn_table *k = cb_kernels.attn;
+    int64_t since = cb_now_ns();
     k->scores(q_t, a->lanes, depth_of(y), keys, ldk, n, r->scores);
     k->softmax(r->scores, a->lanes, n, first, m, l, r->f, r->g);
+    cb_phase_lap(a->call->pool, CB_PHASE_SCORES, &since);
     k->mix(r->scores, a->lanes, n, keys, ldk, cb_lanes(y->kv_rank), heads, first, r->f, r->g, z);
+    cb_phase_lap(a->call->pool, CB_PHASE_VALUES, &since);
 }
 
 /* z / l of one head takes the place of its folded query. */

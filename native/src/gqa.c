@@ -188,6 +188,7 @@ static int tile(const cb_gqa_call *c, int64_t row0, int64_t n)
         return CB_ENOMEM;
     for (int64_t e = 0; e < dim; e++)
         ones[e] = 1.0f;
+    int64_t since = cb_now_ns();
     cb_rmsnorm_internal(c->pool, c->step->x + row0 * D, D, l->input_norm, l->rms_eps, n, D, h, D);
     cb_product products[4] = {{&l->q, q, q_width}, {&l->k, k, kv_width}};
     int n_products = 2;
@@ -202,7 +203,9 @@ static int tile(const cb_gqa_call *c, int64_t row0, int64_t n)
     cb_parallel_for(c->pool, n, 4, shape_job, &shape);
     store_arg store = {c, row0, n, k, v};
     cb_parallel_for(c->pool, n * l->n_kv_heads, cb_attn_grain(8 * dim), store_job, &store);
+    cb_phase_end(c->pool, CB_PHASE_PROJECTIONS, &since);
     status = cb_gqa_attend(c, row0, n, q);
+    cb_phase_share(c->pool, &since);
     gate_arg gating = {l, q, gate};
     if (status == CB_OK && has_gate)
         cb_parallel_for(c->pool, n, 8, gate_job, &gating);
@@ -210,6 +213,7 @@ static int tile(const cb_gqa_call *c, int64_t row0, int64_t n)
         status = output(c, q, row0, n);
     if (status == CB_OK)
         cb_rmsnorm_internal(c->pool, c->step->x + row0 * D, D, l->post_norm, l->rms_eps, n, D, h, D);
+    cb_phase_end(c->pool, CB_PHASE_PROJECTIONS, &since);
     return status;
 }
 

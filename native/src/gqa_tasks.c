@@ -152,7 +152,9 @@ static void attend(const attend_arg *a, const row_group *group, int64_t kv_head,
         range_of(c, t1 - 1, b, &from, &to);
         load_block(c, cb_kv_block_of(c->step, t0, b * CB_KV_BLOCK), kv_head, to, &r, &keys, &values, &ldv);
         int64_t j0 = (t0 - first_row) * G, n = (t1 - t0) * G;
+        int64_t since = cb_now_ns();
         score_rows(a, t0, t1 - t0, b, r.q + j0 * dim, keys, r.s, r.mb, r.lb);
+        cb_phase_lap(c->pool, CB_PHASE_SCORES, &since);
         cb_kernels.gqa->join(r.mb, r.lb, n, r.m + j0, r.l + j0, r.f, r.g);
         /* Rows with the same range share the loads of the values. */
         for (int64_t t = t0, next; t < t1; t = next) {
@@ -167,6 +169,7 @@ static void attend(const attend_arg *a, const row_group *group, int64_t kv_head,
             cb_kernels.gqa->mix(r.s + j * CB_KV_BLOCK, (next - t) * G, from, to, values, ldv, wide, r.f + j, r.g + j,
                                r.z + (j0 + j) * wide);
         }
+        cb_phase_lap(c->pool, CB_PHASE_VALUES, &since);
     }
     for (int64_t j = 0; j < n_q; j++)
         store_result(a, first_row + j / G, kv_head * G + j % G, r.z + j * wide, r.l[j]);
@@ -220,8 +223,11 @@ static void split_block_job(void *arg, int64_t begin, int64_t end, int thread)
         range_of(c, t, b, &from, &to);
         load_queries(&s->a, group, kv_head, r.q);
         load_block(c, cb_kv_block_of(c->step, t, b * CB_KV_BLOCK), kv_head, to, &r, &keys, &values, &ldv);
+        int64_t since = cb_now_ns();
         score_rows(&s->a, t, 1, b, r.q, keys, r.s, part, part + G);
+        cb_phase_lap(c->pool, CB_PHASE_SCORES, &since);
         cb_kernels.gqa->mix(r.s, G, from, to, values, ldv, wide, NULL, NULL, part + 2 * G);
+        cb_phase_lap(c->pool, CB_PHASE_VALUES, &since);
     }
 }
 

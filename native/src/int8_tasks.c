@@ -244,7 +244,9 @@ static void attend(const attend_arg *arg, const row_group *group, int64_t head0,
         range_of(a, t1 - 1, b, &from, &highest);
         load_span(arg, t1 - 1, kv_head, b, lowest, highest, b + 1 < end, &r, &s);
         cb_int8_queries q = {r.q.q + j0 * arg->ng * CB_GROUP, r.q.scale + j0 * arg->ng, r.q.sum + 2 * j0 * arg->ng, a->depth};
+        int64_t since = cb_now_ns();
         score_span(&q, n, &s, lowest, highest, r.s);
+        cb_phase_lap(a->pool, CB_PHASE_SCORES, &since);
         for (int64_t t = t0, next; t < t1; t = next) { /* rows with the same range at a time */
             int64_t other_from, other_to;
             range_of(a, t, b, &from, &to);
@@ -258,6 +260,7 @@ static void attend(const attend_arg *arg, const row_group *group, int64_t head0,
             cb_kernels.gqa->join(r.mb, r.lb, alike, r.m + j0 + j, r.l + j0 + j, r.f, r.g);
             mix_span(arg, r.s + j * CB_SPAN, alike, &s, from, to, r.u, r.step, r.f, r.g, r.z + (j0 + j) * arg->wide);
         }
+        cb_phase_lap(a->pool, CB_PHASE_VALUES, &since);
     }
     for (int64_t j = 0; j < n_q; j++)
         store_result(a, first_row + j / G, head0 + j % G, r.z + j * arg->wide, r.l[j]);
@@ -324,9 +327,12 @@ static void split_span_job(void *arg, int64_t begin, int64_t end, int thread)
         span found;
         range_of(a, t, b, &from, &to);
         load_span(&s->t, t, head0 * a->n_kv_heads / a->n_heads, b, from, to, false, &r, &found);
+        int64_t since = cb_now_ns();
         score_span(&q, G, &found, from, to, r.s);
         cb_kernels.int8->softmax(r.s, G, from, to, mb, lb);
+        cb_phase_lap(a->pool, CB_PHASE_SCORES, &since);
         mix_span(&s->t, r.s, G, &found, from, to, r.u, part, NULL, NULL, zb);
+        cb_phase_lap(a->pool, CB_PHASE_VALUES, &since);
     }
 }
 

@@ -23,6 +23,13 @@ typedef void (*cb_job_fn)(void *arg, int64_t begin, int64_t end, int thread);
  * the caller alone when one grain covers everything. Never nested: fn must not start a job. */
 void cb_parallel_for(cb_pool *pool, int64_t n_items, int64_t grain, cb_job_fn fn, void *arg);
 
+/* Attention's phases (colibri.h). `since` is a time of cb_now_ns and becomes the present one. A span between jobs counts as
+ * it is; within a job every thread laps its own scores and values, and when the job is over its span is shared out by these. */
+int64_t cb_now_ns(void); /* CLOCK_MONOTONIC */
+void cb_phase_end(cb_pool *pool, int phase, int64_t *since);
+void cb_phase_lap(cb_pool *pool, int phase, int64_t *since);
+void cb_phase_share(cb_pool *pool, int64_t *since);
+
 /* Scratch: a stack of 64-byte aligned pieces that live until the mark below them is released. Memory is kept for the
  * next call, so a steady state allocates nothing. Only the caller's thread may take some (before a job). NULL when the
  * system has none left. */

@@ -52,6 +52,8 @@ struct cb_pool {
     int32_t n_chunks, current;
     int64_t used;        /* of the current chunk */
     int64_t taken, most; /* by all pieces now, and ever */
+    int64_t phase_ns[CB_N_PHASES];
+    _Atomic int64_t lap_ns[CB_N_PHASES]; /* by all threads, in the job that is not shared out yet */
 };
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t expected)
@@ -60,13 +62,6 @@ static void futex_wait(_Atomic uint32_t *word, uint32_t expected)
 }
 
 static void futex_wake(_Atomic uint32_t *word, int n) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, n, NULL, NULL, 0); }
-
-static int64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * INT64_C(1000000000) + t.tv_nsec;
-}
 
 static inline void relax(void)
 {
@@ -114,12 +109,12 @@ static void *worker(void *v)
     for (;;) {
         uint32_t wake = atomic_load(&p->wake);
         if (wake == seen && p->spin_ns > 0) {
-            int64_t until = now_ns() + p->spin_ns;
+            int64_t until = cb_now_ns() + p->spin_ns;
             do {
                 for (int i = 0; i < 16; i++)
                     relax();
                 wake = atomic_load(&p->wake);
-            } while (wake == seen && now_ns() < until);
+            } while (wake == seen && cb_now_ns() < until);
         }
         while (wake == seen) {
             atomic_fetch_add(&p->sleepers, 1);
@@ -163,9 +158,9 @@ void cb_parallel_for(cb_pool *p, int64_t n_items, int64_t grain, cb_job_fn fn, v
     uint64_t g = atomic_fetch_and_explicit(&p->gate, ~OPEN, memory_order_acq_rel);
     if (!(g & INSIDE))
         return;
-    int64_t until = now_ns() + p->spin_ns;
+    int64_t until = cb_now_ns() + p->spin_ns;
     while (atomic_load_explicit(&p->gate, memory_order_acquire) & INSIDE) {
-        if (now_ns() < until) {
+        if (cb_now_ns() < until) {
             relax();
             continue;
         }
@@ -244,6 +239,40 @@ void cb_pool_free(cb_pool *p)
 
 void cb_pool_hold(cb_pool *pool) { pthread_mutex_lock(&pool->held); }
 void cb_pool_release(cb_pool *pool) { pthread_mutex_unlock(&pool->held); }
+
+/* ---- phases of attention ----------------------------------------------------------------------------------- */
+
+void cb_phase_end(cb_pool *p, int phase, int64_t *since)
+{
+    int64_t now = cb_now_ns();
+    p->phase_ns[phase] += now - *since;
+    *since = now;
+}
+
+void cb_phase_lap(cb_pool *p, int phase, int64_t *since)
+{
+    int64_t now = cb_now_ns();
+    atomic_fetch_add_explicit(&p->lap_ns[phase], now - *since, memory_order_relaxed);
+    *since = now;
+}
+
+void cb_phase_share(cb_pool *p, int64_t *since)
+{
+    int64_t before = *since, scores = atomic_exchange(&p->lap_ns[CB_PHASE_SCORES], 0);
+    int64_t values = atomic_exchange(&p->lap_ns[CB_PHASE_VALUES], 0);
+    cb_phase_end(p, CB_PHASE_SCORES, since);
+    int64_t for_values = scores + values > 0 ? (int64_t)((double)(*since - before) * values / (scores + values)) : 0;
+    p->phase_ns[CB_PHASE_SCORES] -= for_values;
+    p->phase_ns[CB_PHASE_VALUES] += for_values;
+}
+
+void cb_pool_take_phases(cb_pool *p, int64_t *ns)
+{
+    cb_pool_hold(p);
+    memcpy(ns, p->phase_ns, sizeof p->phase_ns);
+    memset(p->phase_ns, 0, sizeof p->phase_ns);
+    cb_pool_release(p);
+}
 
 /* ---- scratch --------------------------------------------------------------------------------------------- */
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from native.kernels import ffn_forward, linear, rmsnorm, soft_cap
-from native.library import NativeError, dispatch_text
+from native.library import PHASES, NativeError, dispatch_text
 from services.attention.weights import DenseWeights
 from shared.container.layer_weights import attention_step
 from shared.errors import ErrorCode, unknown_message
@@ -28,6 +28,9 @@ from shared.step.frame import Frame
 from shared.step.stages import Stage
 from shared.step.workplace import Workplace
 from shared.wire.protocols import ControlBus
+
+ATTENTION_PARTS = tuple(Stage[name.upper()] for name in PHASES)
+"""As the pool counts them."""
 
 
 @dataclass
@@ -179,6 +182,7 @@ class AttentionService(Service):
                 self._bus.send("router", InputReady(run.plan.step, layer, run.plan.frame, n))
             with self._timer.stage(Stage.ATTENTION, layer):
                 self._weights.layers[layer].run(self._pool, self._rows, self._caches[layer])
+                self._timer.divide(ATTENTION_PARTS, self._pool.take_phases())
             ffn = self._weights.dense_ffn.get(layer)
             if ffn is None:
                 run.is_waiting = True

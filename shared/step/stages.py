@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,11 @@ class Stage(IntEnum):
     ATTENTION = 2
     DENSE_FFN = 3
     HEAD = 4
+    PROJECTIONS = 24
+    """of attention, like the three below; ATTENTION is then what is left: the call itself, angles"""
+    INDEXER = 25
+    SCORES = 26
+    VALUES = 27
     # router
     PLAN = 6
     GATE = 7
@@ -67,6 +73,11 @@ ADDITIVE: frozenset[Stage] = frozenset(Stage) - {Stage.STEP, Stage.IO_READ}
 """Stages whose rows of one service never overlap."""
 
 COMPUTE: frozenset[Stage] = ADDITIVE - {Stage.IO_WAIT}
+
+KERNELS: frozenset[Stage] = frozenset(
+    (Stage.EMBED, Stage.ATTENTION, Stage.PROJECTIONS, Stage.INDEXER, Stage.SCORES, Stage.VALUES, Stage.DENSE_FFN)
+) | {Stage.HEAD, Stage.GATE, Stage.SHARED_FFN, Stage.EXPERT_FFN, Stage.DRAFT}
+"""Stages that read weights or the cache. The rest is what a group costs beside the arithmetic."""
 
 ROW = struct.Struct("<qqqqii")
 """One ``cb_stage``: start_ns, end_ns, bytes, step, stage, layer."""
@@ -160,6 +171,18 @@ class StepTimer:
         if self._stack:
             self._stack[-1][0] = now
         return now
+
+    def divide(self, stages: Sequence[int], times_ns: Sequence[int]) -> None:
+        """What the open stage has spent on parts of itself becomes rows of theirs, laid one after another at its begin. Call
+        it right before ``end``; what is left stays the open stage's."""
+        start_ns, _, layer = outer = self._stack[-1]
+        latest = time.monotonic_ns()
+        for stage, ns in zip(stages, times_ns):
+            if ns > 0:
+                end_ns = min(start_ns + ns, latest)
+                self._write(start_ns, end_ns, 0, stage, layer)
+                start_ns = end_ns
+        outer[0] = start_ns
 
     def record(self, stage: int, layer: int, start_ns: int, end_ns: int, n_bytes: int = 0) -> None:
         """A row of the current step that was measured elsewhere (a read by the pool); takes no part in nesting."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from cli.quality.schemes import round_activations
 from native.attention import KV_BLOCK, AttnStep, attn_forward
-from native.library import NativeError, Pool
+from native.library import PHASES, NativeError, Pool
 from native.matrix import ACT_F32, ACT_Q8, matrix
 from shared.container.pack import pack_matrix, unpack_matrix
 from tests.checkasm.attn_cases import (
@@ -183,6 +184,24 @@ def test_an_int8_cache_agrees_with_its_definition(case: str) -> None:
     assert good < 2 * X_BOUND + 2e-3 * float(np.abs(found.x - x).max())
     for name in ("q_b", "k_b", "v_b", "o"):
         assert error(layer.perturbed(name)) > 2 * good, name
+
+
+@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
+@pytest.mark.parametrize("index_kind", ["full", "none"])
+def test_a_pool_knows_what_attention_spent_its_time_on(index_kind: str, kv_format: str) -> None:
+    dims = replace(ORACLE, index_kind=index_kind)
+    layer, n = Layer.random(dims, seed=1), ORACLE.index_topk + 70
+    with Pool(2) as pool:
+        begin = time.monotonic_ns()
+        run(pool, layer.struct(), Cache(dims, kv_format, 1, n), rows_of(dims, n), np.arange(n))
+        wall = time.monotonic_ns() - begin
+        found = dict(zip(PHASES, pool.take_phases(), strict=True))
+        again = pool.take_phases()
+    assert 0 < sum(found.values()) <= wall
+    spent = {name for name, ns in found.items() if ns > 0}
+    assert spent - {"indexer"} == {"projections", "scores", "values"}
+    assert index_kind == "none" or found["indexer"] > 0
+    assert again == [0, 0, 0, 0], "taken once"
 
 
 def test_an_int8_cache_keeps_what_is_not_finite_and_what_is_tiny() -> None:

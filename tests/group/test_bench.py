@@ -83,3 +83,12 @@ def test_what_does_not_fit_is_refused_in_sentences(model: Path) -> None:
     done = bench("prefill", model, "--prompt", "99999999")
     assert done.returncode == 70
     assert "the model has room for" in done.stderr
+
+
+def test_resident_measures_beside_memory(model: Path) -> None:
+    found = document(bench("resident", model, "--prompt", "24", "--tokens", "8", "--rounds", "1", "--json"))
+    one = found["rounds"][0]
+    assert len(one["touches_s"]) >= 2
+    assert one["bandwidth_gb_s"] > 0
+    assert 0 < one["bound_share"] < 1
+    assert 0 < one["rest_share"] < 1

@@ -55,6 +55,22 @@ def test_nested_stages_are_cut_out_and_rows_sum_to_the_wall_time() -> None:
     assert total > wall * 0.9
 
 
+def test_a_divided_stage_keeps_what_its_parts_leave() -> None:
+    frame = FakeFrame()
+    timer = StepTimer("attention")
+    timer.begin_step(frame, 7)  # type: ignore[arg-type]
+    timer.begin(Stage.ATTENTION, 3)
+    time.sleep(0.01)
+    timer.divide((Stage.PROJECTIONS, Stage.INDEXER, Stage.SCORES, Stage.VALUES), (2_000_000, 0, 3_000_000, 10**12))
+    timer.end()
+    rows = frame.rows(2)
+    stages = [Stage(s) for s in rows["stage"]]
+    assert stages == [Stage.PROJECTIONS, Stage.SCORES, Stage.VALUES, Stage.ATTENTION], "a part without time has no row"
+    assert (rows["end_ns"] - rows["start_ns"])[:2].tolist() == [2_000_000, 3_000_000]
+    assert (rows["start_ns"][1:] == rows["end_ns"][:-1]).all(), "no gap and no overlap, though a part claims too much"
+    assert (rows["layer"] == 3).all()
+
+
 def test_new_step_starts_at_row_zero_and_chained_step_goes_on() -> None:
     frame = FakeFrame()
     timer = StepTimer("drafter")

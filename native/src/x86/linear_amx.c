@@ -99,7 +99,6 @@ CB_INLINE void ask_for(const int FORMAT, const slice *s, place at)
     if (at.block >= s->n_blocks)
         return;
     const char *w = (const char *)s->m->weight + group_of(s, at) * CB_GROUP_BYTES(FORMAT);
-#pragma GCC unroll 8
     for (int i = 0; i < GROUPS(FORMAT) * CB_GROUP_BYTES(FORMAT); i += 64)
         _mm_prefetch(w + i, _MM_HINT_T0);
     const char *scale = (const char *)s->m->scale + group_of(s, at) * CB_GROUP_SCALE_BYTES(FORMAT);
