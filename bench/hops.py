@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.group import Watch, run_group
+from bench.resident import touching_tokens
 from bench.roofline import BenchError
 from bench.steps import steps_of
 from shared.container.reader import Container
@@ -35,7 +36,7 @@ from shared.wire.links import DATAGRAM, ZMQ
 
 ROUNDS = 8
 WAYS = (DATAGRAM, ZMQ)
-WARM_TOKENS, TOKENS = 100, 200
+WARM_TOKENS, TOKENS = 20, 200
 PAUSE_S = 0.0005
 """Longer than anybody spins, so that both ends really sleep."""
 WAIT_MS = 5000
@@ -120,7 +121,10 @@ def outside_us(model: Path, transport: str) -> float:
     with tempfile.TemporaryDirectory(prefix="hops-") as base:
         arguments = ["--transport", transport, "--draft", "off", "--pilot", "off", "--max-sequences", "1"]
         with run_group(model, Path(base) / "run", spec.vocab, arguments) as group, Watch(group.config) as watch:
-            group.decode(WARM_TOKENS, 0)  # brings the experts into memory
+            group.prefill(
+                min(touching_tokens(spec), group.config.max_context - 2), 0
+            )  # brings every expert into memory: a read would count as a hop
+            group.decode(WARM_TOKENS, 0)
             watch.rows()
             group.decode(TOKENS, 1)
             steps = steps_of(watch.rows(), StepKind.DECODE, ())

@@ -1,7 +1,7 @@
 /* linear_amx.c: int8 activations for several rows: one tile instruction is the exact product of a group, 16 rows by 16
  * outputs by 64 inputs, because a row block's group (colibri.h, tile16) already lies as such an operand: 16 quads of
  * inputs, each with 16 outputs side by side. Where the halves of a group have scales of their own, each is a step of 8 quads.
- * One to three rows stay with the rung below.
+ * Up to eight rows stay with the rung below.
  *
  * How         Activations are copied into operands that lie one after another in the order in which they are used: a slice
  *             of groups of up to 128 rows, the more groups the fewer rows. Row blocks pass over it; a block's weights are
@@ -14,7 +14,7 @@
 #include "amx.h"
 #include "weights_512.h"
 
-#define LEAST_ROWS 4
+#define LEAST_ROWS 9 /* as many as the rung below takes in one pass over the weights, and one */
 #define STEPS 4    /* of a unit: groups, or halves of them */
 #define PER_GROUP(FORMAT) (CB_HAS_HALVES(FORMAT) ? 2 : 1)
 #define GROUPS(FORMAT) (STEPS / PER_GROUP(FORMAT)) /* of a unit */
