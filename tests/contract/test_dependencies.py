@@ -6,7 +6,11 @@ import ast
 import re
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
+
+import pytest
+from scikit_build_core.build import build_editable
 
 ROOT = Path(__file__).parents[2]
 OURS = {"shared", "native", "conversion", "services", "deploy", "cli", "bench", "models"}
@@ -57,3 +61,14 @@ def test_every_dependency_is_explained() -> None:
     text = (ROOT / "docs" / "dependencies.md").read_text()
     silent = {name for name in declared() if not re.search(rf"\b{re.escape(name)}\b", text)}
     assert not silent, f"docs/dependencies.md says nothing about {silent}"
+
+
+def test_a_development_install_adds_the_checkout_to_the_path_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were its parent there too, every directory beside the checkout would be a package to import."""
+    monkeypatch.chdir(ROOT)
+    with zipfile.ZipFile(tmp_path / build_editable(str(tmp_path))) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+        lines = wheel.read(name).decode().split("\n")
+    assert [line for line in lines if line and not line.startswith("import ")] == [str(ROOT)]
