@@ -31,34 +31,19 @@ ONLY_IN = {
 }
 """Module -> the files (or folders) that may import it."""
 
-PURE = {
-    "services/router/group.py",
-    "services/router/scheduler.py",
-    "services/router/sequences.py",
-    "services/expert_io/copies.py",
-    "services/expert_io/events.py",
-    "services/expert_io/filling.py",
-    "services/expert_io/guessing.py",
-    "services/expert_io/pilot.py",
-    "services/expert_io/slots.py",
-    "services/expert_io/state.py",
-    "services/expert_io/states.py",
-    "services/expert_io/stories.py",
-    "services/expert_io/visit.py",
-    "services/gateway/requests.py",
-}
-"""They decide; they open nothing, start nothing and look at no clock."""
 IMPURE_MODULES = {
     "zmq",
     "threading",
     "socket",
     "asyncio",
     "subprocess",
+    "selectors",
     "native",
     "shared.wire.bus",
     "shared.memory.segments",
     "time",
 }
+"""Sockets, threads, processes, memory of others, the clock."""
 
 
 def sources() -> Iterator[Path]:
@@ -101,11 +86,33 @@ def test_danger_has_one_place(module: str) -> None:
         assert not users, f"{name} imports {users}; only {sorted(allowed) or 'nobody'} may"
 
 
-@pytest.mark.parametrize("name", sorted(PURE))
-def test_what_decides_does_no_io(name: str) -> None:
-    found = imported(ROOT / name)
-    bad = {module for module in found for bad in IMPURE_MODULES if module == bad or module.startswith(f"{bad}.")}
-    assert not bad, f"{name} imports {bad}"
+def pure() -> list[Path]:
+    """Files of services whose docstring says that they are pure."""
+    return [
+        path
+        for path in sources()
+        if path.is_relative_to(ROOT / "services") and re.search(r"\bPure\b", ast.get_docstring(tree_of(path)) or "")
+    ]
+
+
+def test_what_decides_says_that_it_is_pure() -> None:
+    named = {path.relative_to(ROOT / "services").with_suffix("").as_posix() for path in pure()}
+    assert named >= {
+        *(f"router/{name}" for name in ("flight", "scheduler", "drafting", "sequences", "group", "prompt_queue")),
+        *(f"expert_io/{name}" for name in ("state", "slots", "visit", "guessing", "pilot", "filling", "copies")),
+        *(f"gateway/{name}" for name in ("requests", "lobby", "bodies", "answers")),
+    }
+
+
+def test_what_is_pure_does_no_io() -> None:
+    for path in (
+        *pure(),
+        *(ROOT / "services" / "expert_io" / f"{name}.py" for name in ("events", "states", "stories")),
+    ):
+        users = {m for m in imported(path) for bad in IMPURE_MODULES if m == bad or m.startswith(f"{bad}.")}
+        assert not users, f"{path.relative_to(ROOT)} imports {users}"
+        called = {ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)}
+        assert not called & {"open", "print"}, f"{path.relative_to(ROOT)} opens or prints"
 
 
 @pytest.mark.parametrize("name", ["shared/__init__.py", "services/__init__.py", "shared/container/__init__.py"])
