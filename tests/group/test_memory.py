@@ -59,6 +59,12 @@ def plan_of(model: Path, **settings: Any) -> Ledger:
     return make_plan(Settings(model=str(model), **settings), model, 0).ledger
 
 
+def unused(ledger: Ledger, share: float = 0.05) -> float:
+    """Bytes that a group may leave of what is planned: two fifths of the processes, which share; of the rest a share."""
+    processes = sum(line.bytes for line in ledger.lines if line.what == "process")
+    return share * (ledger.total_bytes - processes) + 0.4 * processes
+
+
 def topic(number: int, n_tokens: int = 16) -> list[int]:
     return random.Random(number).choices(range(1000), k=n_tokens)
 
@@ -83,13 +89,14 @@ def test_the_budget_holds_while_topics_alternate_and_when_it_changes(
     wide: Path, start_group: Callable[..., Group], resident_answers: list[list[int]]
 ) -> None:
     """G6, and the budget test of the store: 10 % of the experts fit; sampled at 20 Hz."""
-    ram = plan_of(wide, draft="off", slots=10, **SMALL).total_bytes
+    ledger = plan_of(wide, draft="off", slots=10, **SMALL)
+    ram = ledger.total_bytes
     group = start_group(wide, ram=ram, draft="off", **SMALL)
     with MemorySampler(group) as sampler:
         assert talk(group) == resident_answers
         assert counters_of(group)["slots"] == 10
         assert sampler.n_samples > 5
-        assert 0.8 * ram < sampler.peak <= ram, sampler.peak_of
+        assert ram - unused(ledger) < sampler.peak <= ram, sampler.peak_of
 
         lower = ram - 4 * 2 * MIB
         done = colibri("ram", str(lower), "--run-dir", str(group.run_dir), "--json")
@@ -100,7 +107,7 @@ def test_the_budget_holds_while_topics_alternate_and_when_it_changes(
         assert report["held_sum"] <= sum(report["planned"].values()) <= lower
         sampler.reset()
         assert talk(group) == resident_answers
-        assert 0.8 * lower < sampler.peak <= lower, sampler.peak_of
+        assert lower - unused(ledger) < sampler.peak <= lower, sampler.peak_of
 
         told = colibri("ram", "--slot", "0", "--slot", "99:1", "--run-dir", str(group.run_dir))
         assert "Slot 0 (ram): " in told.stdout and " RESIDENT" in told.stdout.splitlines()[0], told.stderr
@@ -142,13 +149,14 @@ def test_the_peak_is_what_was_said_at_the_start(start_group: Callable[..., Group
     """G2: every slot used, the whole context used by every sequence."""
     settings = SMALL | {"kv_dtype": "f32", "draft": "off"}
     synthesise(tmp_path / "model", n_experts=80)
-    statement = plan_of(tmp_path / "model", **settings).total_bytes
+    ledger = plan_of(tmp_path / "model", **settings)
+    statement = ledger.total_bytes
     group = start_group(tmp_path / "model", **settings)
     with MemorySampler(group) as sampler:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda number: group.tokens(topic(number, CONTEXT - 20), 16), (1, 2)))
         assert counters_of(group)["resident"] >= 237
-    assert 0.95 * statement <= sampler.peak <= statement, (statement, sampler.peak, sampler.peak_of)
+    assert statement - unused(ledger) <= sampler.peak <= statement, (statement, sampler.peak, sampler.peak_of)
     remove(tmp_path / "model")
 
 
@@ -178,7 +186,7 @@ def test_drafting_takes_its_memory_from_the_slots(start_group: Callable[..., Gro
         assert slots_of[draft] == planned.n_slots
         with MemorySampler(group) as sampler:
             answers.append(talk(group, 2))
-        assert 0.75 * ram < sampler.peak <= ram, sampler.peak_of
+        assert ram - unused(planned, 0.25) < sampler.peak <= ram, sampler.peak_of
         assert group.stop() == 0
     assert answers[0] == answers[1]
     assert slots_of["off"] > slots_of[2] == 12
