@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.staging import _lock as lock_mirror
+from conversion.staging import lock_of as lock_mirror
 from deploy.rundir import take_lock
 from shared.experts.traces import TraceHeader, TraceWriter
 from shared.locks import LocksMissing, try_lock
