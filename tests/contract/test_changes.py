@@ -84,6 +84,35 @@ def test_every_format_of_the_library_can_be_packed_and_planned(fmt: str) -> None
     assert (0 if scale is None else scale.nbytes) == scale_bytes(fmt, 40, 130)
 
 
+def naming(pattern: str, *but: str) -> set[str]:
+    """Files of ours that hold ``pattern``, but those that begin with one of ``but``."""
+    rooms = ("services", "shared", "cli", "deploy", "conversion", "bench", "native")
+    found = {
+        str(path.relative_to(ROOT))
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+        if re.search(pattern, path.read_text())
+    }
+    return {name for name in found if not name.startswith(but)}
+
+
+@pytest.mark.parametrize(
+    "kind", [path.stem for path in (ROOT / "shared/model/attention").glob("[!_]*.py") if path.stem != "kind"]
+)
+def test_a_kind_of_attention_is_a_module(kind: str) -> None:
+    """Families choose it and nobody else asks which kind a layer is; two readers of foreign formats know what they read."""
+    foreign = ("shared/container/c_engine.py", "bench/peers/")
+    assert not naming(rf"attention\.{kind}\b|attention import {kind}\b", "shared/model/", *foreign)
+
+
+@pytest.mark.parametrize("word", ["clamped", "swiglu", "gelu", "softmax", "sigmoid"])
+def test_gates_and_inner_functions_are_told_apart_in_one_module(word: str) -> None:
+    """Their own, the kernels' binding, and what maps a config.json or GGUF's keys."""
+    where = "shared/model/gate.py" if word in ("softmax", "sigmoid") else "shared/model/inner.py"
+    maps = ("shared/model/families/", "shared/model/mapping.py", "conversion/gguf/", "conversion/presets.py")
+    assert naming(f'"{word}"', *maps) == {where, "native/kernels.py"}
+
+
 def test_a_command_is_one_module_and_one_line() -> None:
     modules = {place.partition(":")[0] for place, _ in COMMANDS.values()}
     assert len(modules) == len(COMMANDS)
