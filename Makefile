@@ -49,7 +49,7 @@ run: $(STAMP) $(KERNELS) $(BYTECODE) ## start the group on the embedded model, l
 # those whose memory or time is measured have the machine to themselves.
 test: $(STAMP) $(KERNELS) ## all tests; TESTS="..." runs only those
 ifeq ($(TESTS),)
-	@$(PY) -m pytest -n auto --dist loadfile tests --ignore tests/group $(PYTEST_ARGS)
+	@$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder tests --ignore tests/group $(PYTEST_ARGS)
 	@$(PY) -m pytest -n 2 --dist loadfile -m "not alone" tests/group $(PYTEST_ARGS)
 	@$(PY) -m pytest -m alone tests/group $(PYTEST_ARGS)
 else

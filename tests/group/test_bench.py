@@ -48,7 +48,7 @@ def test_start_of_the_embedded_model() -> None:
 
 def test_decode_with_and_without_the_pilot(model: Path) -> None:
     found = document(
-        bench("decode", model, "--tokens", "40", "--rounds", "1", "--slots", "16", "--pilot", "both", "--json")
+        bench("decode", model, "--tokens", "240", "--rounds", "1", "--slots", "16", "--pilot", "both", "--json")
     )
     assert [setting["pilot"] for setting in found["settings"]] == ["on", "off"]
     assert found["ratio"]["median"] > 0
@@ -57,7 +57,7 @@ def test_decode_with_and_without_the_pilot(model: Path) -> None:
         (one,) = setting["rounds"]
         reads = one["reads"]
         # At most four experts in each of three layers; the client sees tokens of so small a model in bursts.
-        assert 0 < reads["hits"] + reads["late_hits"] + reads["misses"] <= 41 * 3 * 4
+        assert 0 < reads["hits"] + reads["late_hits"] + reads["misses"] <= 241 * 3 * 4
         assert reads["demand_bytes"] > 0
         assert 0 < reads["share"] < 1
         assert one["moe_ms"] > 0
