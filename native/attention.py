@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from native.library import OK, NativeError, Pool, address, check_struct, checked, constant, declare, fail, lib
-from native.matrix import BF16, F32, NONE, Q8, Matrix, format_code
+from native.matrix import BF16, F32, NONE, Q8, Matrix, format_code, require_shapes, set_vectors
 
 INDEX_NONE, INDEX_FULL, INDEX_SHARED = 0, 1, 2
 INDEX_KINDS: dict[str, int] = {"none": INDEX_NONE, "full": INDEX_FULL, "shared": INDEX_SHARED}
@@ -59,9 +59,7 @@ class AttnLayer(ctypes.Structure):
             "index_k_norm_w": self.index_dim,
             "index_k_norm_b": self.index_dim,
         }
-        for name, length in lengths.items():
-            if isinstance(values.get(name), np.ndarray):
-                setattr(self, name, checked(values[name], _f32, (length,), f"AttnLayer: {name}"))
+        set_vectors(self, values, lengths)
         self._check_matrices()
 
     def _check_matrices(self) -> None:
@@ -80,11 +78,7 @@ class AttnLayer(ctypes.Structure):
             shapes["index_wq_b"] = (self.index_heads * self.index_dim, q_width)
             shapes["index_wk"] = (self.index_dim, self.hidden)
             shapes["index_weights"] = (self.index_heads, self.hidden)
-        for name, shape in shapes.items():
-            m: Matrix = getattr(self, name)
-            if m.format == NONE or (m.out, m.in_) != shape:
-                found = "nothing" if m.format == NONE else f"[{m.out}, {m.in_}]"
-                raise NativeError(f"AttnLayer: {name}: expected {list(shape)}, found {found}")
+        require_shapes(self, shapes)
 
 
 class AttnStep(ctypes.Structure):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from native.attention import AttnStep
-from native.library import OK, NativeError, Pool, check_struct, checked, constant, declare, fail, lib
-from native.matrix import NONE, Matrix
+from native.library import OK, NativeError, Pool, check_struct, constant, declare, fail, lib
+from native.matrix import Matrix, require_shapes, set_vectors
 
 MAX_DRAFTS = constant("CB_DELTA_MAX_DRAFTS")
 
@@ -44,9 +44,7 @@ class DeltaLayer(ctypes.Structure):
             "a_log": self.n_value_heads,
             "dt_bias": self.n_value_heads,
         }
-        for name, length in lengths.items():
-            if isinstance(values.get(name), np.ndarray):
-                setattr(self, name, checked(values[name], _f32, (length,), f"DeltaLayer: {name}"))
+        set_vectors(self, values, lengths)
         shapes = {
             "qkv": (n_channels, hidden),
             "z": (n_values, hidden),
@@ -55,11 +53,7 @@ class DeltaLayer(ctypes.Structure):
             "out": (hidden, n_values),
             "conv": (n_channels, self.taps),
         }
-        for name, shape in shapes.items():
-            m: Matrix = getattr(self, name)
-            if m.format == NONE or (m.out, m.in_) != shape:
-                found = "nothing" if m.format == NONE else f"[{m.out}, {m.in_}]"
-                raise NativeError(f"DeltaLayer: {name}: expected {list(shape)}, found {found}")
+        require_shapes(self, shapes)
 
 
 check_struct(DeltaLayer, "cb_delta_layer")

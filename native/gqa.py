@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from native.attention import KV_BLOCK, AttnStep, kv_row_bytes
-from native.library import OK, NativeError, Pool, check_struct, checked, declare, fail, lib
-from native.matrix import NONE, Matrix
+from native.library import OK, NativeError, Pool, check_struct, declare, fail, lib
+from native.matrix import NONE, Matrix, require_shapes, set_vectors
 
 QK_NORMS: dict[str, int] = {"none": 0, "head": 1, "whole": 2}
 
@@ -58,19 +58,13 @@ class GqaLayer(ctypes.Structure):
             "o_bias": self.hidden,
             "sinks": self.n_heads,
         }
-        for name, length in lengths.items():
-            if isinstance(values.get(name), np.ndarray):
-                setattr(self, name, checked(values[name], _f32, (length,), f"GqaLayer: {name}"))
+        set_vectors(self, values, lengths)
         shapes = {"q": (q_width, self.hidden), "k": (kv_width, self.hidden), "o": (self.hidden, q_width)}
         if self.v.format != NONE:
             shapes["v"] = (kv_width, self.hidden)
         if self.gate.format != NONE:
             shapes["gate"] = (q_width, self.hidden)
-        for name, shape in shapes.items():
-            m: Matrix = getattr(self, name)
-            if m.format == NONE or (m.out, m.in_) != shape:
-                found = "nothing" if m.format == NONE else f"[{m.out}, {m.in_}]"
-                raise NativeError(f"GqaLayer: {name}: expected {list(shape)}, found {found}")
+        require_shapes(self, shapes)
 
 
 check_struct(GqaLayer, "cb_gqa_layer")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from native.library import ENONFINITE, OK, NativeError, address, check_struct, constant, declare, fail, lib
+from native.library import ENONFINITE, OK, NativeError, address, check_struct, checked, constant, declare, fail, lib
 
 declare("cb_format_name", ctypes.c_char_p, [ctypes.c_int])
 
@@ -39,6 +41,23 @@ class Matrix(ctypes.Structure):
         ("act", ctypes.c_int32),
     )
     keep: tuple[object, ...] = ()
+
+
+def set_vectors(layer: ctypes.Structure, values: Mapping[str, Any], lengths: Mapping[str, int]) -> None:
+    """Puts the addresses of a layer's arrays f32[length] into its struct. NativeError names the one that does not fit."""
+    for name, length in lengths.items():
+        if isinstance(values.get(name), np.ndarray):
+            at = checked(values[name], np.dtype(np.float32), (length,), f"{type(layer).__name__}: {name}")
+            setattr(layer, name, at)
+
+
+def require_shapes(layer: ctypes.Structure, shapes: Mapping[str, tuple[int, int]]) -> None:
+    """NativeError names the matrix of a layer's struct that is missing or not [out, in]."""
+    for name, shape in shapes.items():
+        m: Matrix = getattr(layer, name)
+        if m.format == NONE or (m.out, m.in_) != shape:
+            found = "nothing" if m.format == NONE else f"[{m.out}, {m.in_}]"
+            raise NativeError(f"{type(layer).__name__}: {name}: expected {list(shape)}, found {found}")
 
 
 class RepackMatrix(ctypes.Structure):

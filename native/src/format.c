@@ -1,14 +1,15 @@
-/* format.c: the weight formats. A new one is a line here and an entry of `linear` on each rung that offers it. */
+/* format.c: the weight formats' names; their sizes follow from formats.h. A new one is a line here, its facts there and an
+ * entry of `linear` on each rung that offers it. */
 #include "formats.h"
 
+#define PARTS(format) (CB_HAS_HALVES(format) ? 2 : 1)
+#define LINE(format, name, row_scale_bytes)                                                                            \
+    [format] = {name, CB_GROUP_BYTES(format) * 8 / (CB_GROUP * CB_TILE_ROWS), row_scale_bytes,                          \
+                CB_GROUP_SCALE_BYTES(format) / CB_TILE_ROWS / PARTS(format), CB_GROUP / PARTS(format)}
+
 const cb_format cb_formats[CB_N_FORMATS] = {
-    [CB_F32] = {"f32", 32, 0, 0, CB_GROUP},
-    [CB_BF16] = {"bf16", 16, 0, 0, CB_GROUP},
-    [CB_Q8] = {"q8", 8, 4, 0, CB_GROUP},
-    [CB_Q4] = {"q4", 4, 0, 2, CB_GROUP},
-    [CB_Q8G32] = {"q8g32", 8, 0, 2, CB_GROUP / 2},
-    [CB_Q4G32] = {"q4g32", 4, 0, 2, CB_GROUP / 2},
-    [CB_MXFP4] = {"mxfp4", 4, 0, 1, CB_GROUP / 2},
+    LINE(CB_F32, "f32", 0),     LINE(CB_BF16, "bf16", 0),   LINE(CB_Q8, "q8", 4),       LINE(CB_Q4, "q4", 0),
+    LINE(CB_Q8G32, "q8g32", 0), LINE(CB_Q4G32, "q4g32", 0), LINE(CB_MXFP4, "mxfp4", 0),
 };
 
 const int8_t cb_fp4_twice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
