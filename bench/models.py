@@ -37,8 +37,7 @@ BEGIN, END = "<!-- sizes: python -m bench.models --write -->", "<!-- end of size
 
 def known(preset: str, precision: str) -> tuple[ModelSpec, Facts, int]:
     """(spec, facts, bytes on disk) of the whole model without its MTP layer."""
-    config = PRESETS[preset].config
-    synthesis = Synthesis(preset_config(preset, config.get("text_config", config)["num_hidden_layers"]), precision)
+    synthesis = Synthesis(preset_config(preset, PRESETS[preset].n_layers), precision)
     return synthesis.spec, plan_facts(synthesis.spec, synthesis.plan), synthesis.n_bytes
 
 

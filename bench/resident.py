@@ -40,7 +40,7 @@ from native.memory import HugeBuffer
 from native.probe import read_rate
 from shared.container.reader import Container
 from shared.model.spec import ModelSpec
-from shared.run.client import Answer
+from shared.planning.speed import bytes_per_token
 from shared.step.stages import KERNELS, StepKind
 
 SCHEMA = 1
@@ -97,7 +97,7 @@ MEDIANS: Mapping[str, Callable[[Round], float]] = {
 
 
 @dataclass
-class Report:
+class ResidentResults:
     model: str
     n_prompt: int
     n_tokens: int
@@ -106,20 +106,15 @@ class Report:
     rounds: list[Round] = field(default_factory=list)
 
 
-def bytes_per_token(container: Container) -> int:
-    """Weights that decoding one token reads; what attention reads of its cache is not counted."""
-    spec, facts = container.spec, container.facts()
-    main = [size for size, layer in zip(facts.record_bytes, spec.moe_layers) if layer < spec.n_layers]
-    return spec.gate_k * sum(main) + facts.dense_bytes - facts.embed_bytes + facts.gate_bytes + facts.shared_bytes
-
-
 def touching_tokens(spec: ModelSpec) -> int:
     """Random tokens that name every expert of every layer, all but surely; at least 16."""
     each = spec.n_experts / max(1, spec.gate_k)
     return max(16, math.ceil(each * (math.log(max(2, spec.n_experts)) + SURELY)))
 
 
-def run_resident(setup: Setup, n_prompt: int, n_tokens: int, n_rounds: int, say: Say = lambda _: None) -> Report:
+def run_resident(
+    setup: Setup, n_prompt: int, n_tokens: int, n_rounds: int, say: Say = lambda _: None
+) -> ResidentResults:
     """BenchError where the group does not start or not every expert has a slot."""
     if n_prompt < 1 or n_tokens < 1 or n_rounds < 1:
         raise BenchError("at least one token and one round are needed")
@@ -131,7 +126,8 @@ def run_resident(setup: Setup, n_prompt: int, n_tokens: int, n_rounds: int, say:
         place = place_of(container, group, limit)
         if place.n_slots < place.n_experts:
             raise BenchError(f"{place.n_slots:,} of {place.n_experts:,} experts have a slot: expected all; raise --ram")
-        report = Report(str(setup.model), n_prompt, n_tokens, place.n_threads, bytes_per_token(container))
+        n_bytes = sum(bytes_per_token(container.spec, container.facts()))
+        report = ResidentResults(str(setup.model), n_prompt, n_tokens, place.n_threads, n_bytes)
         group.prefill(n_touch, 1)  # brings the experts from the disk, so it says nothing about memory
         with Pool(place.n_threads) as pool, HugeBuffer(PLAIN_BYTES) as plain:
             plain.array[:] = 1
@@ -150,7 +146,13 @@ def run_resident(setup: Setup, n_prompt: int, n_tokens: int, n_rounds: int, say:
 
 
 def _round(
-    group: Group, watch: Watch, report: Report, bandwidth: Callable[[], float], n_touch: int, seed: int, say: Say
+    group: Group,
+    watch: Watch,
+    report: ResidentResults,
+    bandwidth: Callable[[], float],
+    n_touch: int,
+    seed: int,
+    say: Say,
 ) -> Round:
     def one_pass() -> float:
         return group.answer(n_touch, 1, seed).first_token_s
@@ -180,7 +182,7 @@ def _round(
 def _token_times(group: Group, n_tokens: int, seed: int) -> list[float]:
     """Seconds of each token after the first, as the client sees them come."""
     seen: list[tuple[float, int]] = []
-    group.answer(SHORT_PROMPT, n_tokens + 1, seed, lambda a: seen.append((time.monotonic(), n_of(a))))
+    group.answer(SHORT_PROMPT, n_tokens + 1, seed, lambda a: seen.append((time.monotonic(), len(a.token_ids))))
     moments = [seen[0], *(b for a, b in itertools.pairwise(seen) if b[1] > a[1])]
     times: list[float] = []
     for (t0, n0), (t1, n1) in itertools.pairwise(moments):
@@ -190,11 +192,7 @@ def _token_times(group: Group, n_tokens: int, seed: int) -> list[float]:
     return times
 
 
-def n_of(answer: Answer) -> int:
-    return len(answer.token_ids)
-
-
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: ResidentResults) -> dict[str, Any]:
     """The document described above."""
     return {
         "schema": SCHEMA,
@@ -208,7 +206,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def as_text(report: Report) -> str:
+def as_text(report: ResidentResults) -> str:
     """The table, and below it what was cold."""
     lines = [
         f"{report.model}; every expert in memory; {report.n_threads} threads; a token reads "

@@ -17,7 +17,7 @@ from shared.container.recognise import is_gguf, is_hub_name
 from shared.run.terminal import say
 
 if TYPE_CHECKING:
-    from conversion.fetching import FetchPlan, Report
+    from conversion.fetching import FetchPlan, Listeners
 
 
 @click.command("convert")
@@ -81,7 +81,7 @@ def _is_done(conversion: Conversion, out: Path, source: str) -> bool:
 
 
 def _from_the_hub(source: str, out: Path, precision: str, has_mtp: bool, threads: int) -> None:
-    from conversion.fetching import HubConversion, Report, begun_commit
+    from conversion.fetching import HubConversion, Listeners, begun_commit
     from conversion.hub import Hub, HubName
 
     name = HubName.of(source)
@@ -103,14 +103,16 @@ def _from_the_hub(source: str, out: Path, precision: str, has_mtp: bool, threads
             return
         with Bars() as bars:
 
-            def start(plan: FetchPlan, kept: int) -> Report:
+            def start(plan: FetchPlan, kept: int) -> Listeners:
                 bars.say(
                     f"to be fetched: {plan.n_bytes:,} bytes in {len(plan.order)} shards, of which at most "
                     f"{plan.window_bytes:,} lie on the disk at once"
                 )
                 total = conversion.plan.dense_bytes + conversion.plan.expert_bytes
                 fetching = bars.add("fetching", plan.n_bytes)
-                return Report(fetching, bars.add("converting", total, kept), lambda what: bars.say(f"fetched {what}"))
+                return Listeners(
+                    fetching, bars.add("converting", total, kept), lambda what: bars.say(f"fetched {what}")
+                )
 
             index = fetched.run(out, start, threads)
     say(f"wrote {out} (fingerprint {index.fingerprint})")

@@ -88,7 +88,7 @@ class HubCheckpoint(Checkpoint):
         return open_file(self._shards / self.tensors[name].file)
 
 
-class Report(NamedTuple):
+class Listeners(NamedTuple):
     """Who is told of what: bytes fetched, bytes made, and each shard that came ("NAME, 3 of 142")."""
 
     fetched: Progress = lambda _: None
@@ -180,7 +180,7 @@ class HubConversion:
         order = order_of(needs, firsts)
         return peak_bytes(order, [*needs, *firsts], self._sizes(order), 1)
 
-    def run(self, out: Path, start: Callable[[FetchPlan, int], Report], n_threads: int = 2) -> Index:
+    def run(self, out: Path, start: Callable[[FetchPlan, int], Listeners], n_threads: int = 2) -> Index:
         """Writes the container (or what is missing of it). ``start`` is told what is to be fetched, and bytes already made.
 
         What ``Conversion.run`` raises, and DownloadError; whatever ends it, the same call goes on from there.
@@ -247,7 +247,7 @@ class HubConversion:
         return FetchPlan(order, releases(order, all_needs), ready, sum(sizes.values()), window, n_ahead)
 
     def _fetch_and_make(
-        self, writer: ContainerWriter, plan: FetchPlan, equal: _Equal, shards: Path, report: Report, n_threads: int
+        self, writer: ContainerWriter, plan: FetchPlan, equal: _Equal, shards: Path, report: Listeners, n_threads: int
     ) -> None:
         conversion, n = self.conversion, len(plan.order)
 

@@ -448,6 +448,11 @@ class Preset:
     mtp_key: str = ""
     """The key that counts MTP layers; empty: the family has none that we run."""
 
+    @property
+    def n_layers(self) -> int:
+        """Of the whole model."""
+        return int(self.config.get("text_config", self.config)["num_hidden_layers"])
+
 
 _MTP, _QWEN_MTP = MTP_KEYS
 
@@ -487,7 +492,7 @@ def preset_config(preset: str, n_layers: int = 0, has_mtp: bool = False) -> dict
     n_layers = n_layers or chosen.n_short
     if n_layers < 2:
         raise ConfigError(f"--layers {n_layers}: at least 2 are needed, one dense and one with experts.")
-    if n_layers < _n_layers(config) and config.get("first_k_dense_replace"):
+    if n_layers < chosen.n_layers and config.get("first_k_dense_replace"):
         config["first_k_dense_replace"] = 1
     if "text_config" in config:
         config["text_config"] = _with_layers(config["text_config"], n_layers)
@@ -497,10 +502,6 @@ def preset_config(preset: str, n_layers: int = 0, has_mtp: bool = False) -> dict
         part = config.get("text_config", config)
         part[chosen.mtp_key] = int(has_mtp)
     return config
-
-
-def _n_layers(config: Mapping[str, Any]) -> int:
-    return int(config.get("text_config", config)["num_hidden_layers"])
 
 
 def _with_layers(config: Mapping[str, Any], n_layers: int) -> dict[str, Any]:

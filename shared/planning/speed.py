@@ -37,13 +37,19 @@ class Speed(msgspec.Struct, frozen=True):
     resident_tokens_s: float
 
 
-def predict_speed(spec: ModelSpec, facts: Facts, ledger: Ledger, disk_bytes_s: float, memory_bytes_s: float) -> Speed:
-    """``disk_bytes_s``: of expert-sized reads; ``memory_bytes_s``: of reading with all threads."""
+def bytes_per_token(spec: ModelSpec, facts: Facts) -> tuple[int, int]:
+    """(``routed_bytes``, ``resident_bytes``) of ``Speed``. What attention reads of its cache grows and is not counted."""
     main = [size for size, layer in zip(facts.record_bytes, spec.moe_layers) if layer < spec.n_layers]
-    routed = spec.gate_k * sum(main)
     states = sum(2 * STATE_ITEM_BYTES * layer.state.n_values for layer in spec.main_attention if layer.state)
     resident = facts.dense_bytes - facts.embed_bytes + facts.gate_bytes + facts.shared_bytes + states
-    hit_rate = min(ledger.n_slots / max(len(main) * spec.n_experts, 1), 1.0)
+    return spec.gate_k * sum(main), resident
+
+
+def predict_speed(spec: ModelSpec, facts: Facts, ledger: Ledger, disk_bytes_s: float, memory_bytes_s: float) -> Speed:
+    """``disk_bytes_s``: of expert-sized reads; ``memory_bytes_s``: of reading with all threads."""
+    routed, resident = bytes_per_token(spec, facts)
+    n_moe = sum(layer < spec.n_layers for layer in spec.moe_layers)
+    hit_rate = min(ledger.n_slots / max(n_moe * spec.n_experts, 1), 1.0)
 
     def rates(miss_rate: float) -> tuple[float, float]:
         disk_s, experts_s = routed * miss_rate / disk_bytes_s, routed / memory_bytes_s

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from conversion.fetching import FetchPlan, HubConversion, Report, begun_commit
+from conversion.fetching import FetchPlan, HubConversion, Listeners, begun_commit
 from conversion.hub import Hub, HubName
 from shared.container.reader import Container
 from shared.errors import CapacityError, ColibriError, ContainerError, DownloadError
@@ -56,10 +56,10 @@ def fetch(
     parsed = HubName.of(name)
     with HubConversion(Hub.open(parsed, begun_commit(out, parsed), hub.endpoint, (0.0, 0.0)), PRECISION) as conversion:
 
-        def start(plan: FetchPlan, _kept: int) -> Report:
+        def start(plan: FetchPlan, _kept: int) -> Listeners:
             if plans is not None:
                 plans.append(plan)
-            return Report(made=made) if callable(made) else Report()
+            return Listeners(made=made) if callable(made) else Listeners()
 
         conversion.run(out, start)
 
@@ -237,7 +237,7 @@ def test_a_revision_that_moved(repository: Path, converted: Converted, tmp_path:
             HubConversion(Hub.open(HubName.of(f"hf:{REPO}"), "", hub.endpoint, ()), PRECISION) as conversion,
             pytest.raises(ContainerError, match=rf"other arguments or another source .*commit: '{COMMIT}' then"),
         ):
-            conversion.run(out, lambda *_: Report())
+            conversion.run(out, lambda *_: Listeners())
     with HubServer(repository) as hub:
         with pytest.raises(ContainerError, match="another source"):
             fetch(hub, out, f"hf:{REPO}@v1")
@@ -354,7 +354,7 @@ def test_room_for_the_window(hub: HubServer, tmp_path: Path, monkeypatch: pytest
         plans: list[FetchPlan] = []
 
         def run(out: Path, free: int) -> None:
-            def start(plan: FetchPlan, _: int) -> Report:
+            def start(plan: FetchPlan, _: int) -> Listeners:
                 plans.append(plan)
                 raise Interrupted
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.resident import Report, Round, as_json, as_text, bytes_per_token, touching_tokens
+from bench.resident import ResidentResults, Round, as_json, as_text, touching_tokens
 from bench.warmth import MOST_PASSES, is_cold, starts_cold, warm_text, warm_up
 from conversion.presets import preset_config
 from conversion.synth import Synthesis
 from shared.container.reader import Container
 from shared.model.family import spec_of
+from shared.planning.speed import bytes_per_token
 
 
 def passes(*times: float) -> list[float]:
@@ -59,7 +60,7 @@ def test_a_token_reads_all_but_the_embedding_and_the_experts_it_does_not_choose(
     facts, spec = container.facts(), container.spec
     everything = sum(facts.record_bytes) * spec.n_experts + facts.dense_bytes + facts.gate_bytes + facts.shared_bytes
     unread = sum(facts.record_bytes) * (spec.n_experts - spec.gate_k) + facts.embed_bytes
-    assert bytes_per_token(container) == everything - unread
+    assert sum(bytes_per_token(container.spec, container.facts())) == everything - unread
 
 
 def test_enough_tokens_name_every_expert() -> None:
@@ -70,8 +71,8 @@ def test_enough_tokens_name_every_expert() -> None:
         assert len(named) == spec.n_experts
 
 
-def report() -> Report:
-    found = Report("m", 512, 32, 2, 2_000_000_000)
+def report() -> ResidentResults:
+    found = ResidentResults("m", 512, 32, 2, 2_000_000_000)
     found.rounds = [
         Round((20.0, 5.0, 4.9), True, 26e9, 170.0, 11.7, found.bytes_per_token, 0.02),
         Round((5.0, 4.9), False, 28e9, 180.0, 12.6, found.bytes_per_token, 0.03),
